@@ -772,7 +772,7 @@ class Ingress:
 
     def discard_here(self, tenant: str, response_id: str) -> bool:
         """Delete a stored response, as another ingress was asked; return whether it was here."""
-        return self._service.responses.delete(tenant, response_id)
+        return self._service.responses.discard_here(tenant, response_id)
 
     def metrics_here(self) -> tuple[str, bytes]:
         """Return this ingress's name and its own metrics, as text."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -101,11 +102,15 @@ class SessionRoutes:
         caller: Caller = request.scope["state"]["caller"]
         limit = page_limit(request.query_params)
         after = self._after(caller, request.query_params.get("after"))
-        with self._service.reads.lease(caller.tenant or ADMIN):
+        with self._lease(caller):
             page = self._service.directory.table.page(self._tag(caller), limit + 1, after)
         names = self._names_for(caller)
         data = [self._card(view, names) for view in page[:limit]]
         return JSONResponse({"object": "list", "data": data, "has_more": len(page) > limit})
+
+    def _lease(self, caller: Caller) -> AbstractContextManager[object]:
+        """Return the place of one read; each asks all replicas, some of them for each lineage."""
+        return self._service.reads.lease(caller.tenant or ADMIN)
 
     def _after(self, caller: Caller, name: str | None) -> SessionView | None:
         """Return the session after which a page starts. Raises `SessionNotFound`."""
@@ -124,7 +129,8 @@ class SessionRoutes:
         """Handle GET /v1/sessions/{id}: also the bytes of its blocks, by tier, and its lineages."""
         caller: Caller = request.scope["state"]["caller"]
         view = self._view(request, caller)
-        held, likely = await asyncio.gather(self._held(view), self._likely(view))
+        with self._lease(caller):
+            held, likely = await asyncio.gather(self._held(view), self._likely(view))
         names = self._names_for(caller)
         card = self._card(view, names)
         card["bytes"] = None if held is None else held[view.session]
@@ -156,10 +162,11 @@ class SessionRoutes:
         how = move_of(body.event, body.expected_return_s)
         # A client knows of its conversation; that a title is not asked for again, it need not say.
         rows = (view.rows if body.event == "closed" else view.living)[:HINTED_MAX]
-        for row in rows:
-            state = STATES.get(body.event, row.state)  # of what is hidden it stays what it was
-            directory.hint(row.tenant, row.session, state, body.expected_return_s)
-        moves = await asyncio.gather(*(self._hint(row, body, how) for row in rows))
+        with self._lease(caller):
+            for row in rows:
+                state = STATES.get(body.event, row.state)  # of what is hidden it stays what it was
+                directory.hint(row.tenant, row.session, state, body.expected_return_s)
+            moves = await asyncio.gather(*(self._hint(row, body, how) for row in rows))
         if None in moves:
             how = None
         view = directory.table.view(view.tenant, view.session) or view

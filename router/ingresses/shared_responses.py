@@ -50,6 +50,8 @@ class SharedResponses(ResponseStore):
         self._salt_of = salt_of
         self._wall_clock = wall_clock
         self._untold: list[Item] = []
+        self._fetches = 0
+        self._discarded: set[tuple[str, str]] = set()  # while something is fetched
 
     def put(self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int) -> bool:
         """Keep a response as `ResponseStore` does; `tell` sends it to the directory.
@@ -83,6 +85,7 @@ class SharedResponses(ResponseStore):
         if link is None or not self._is_on:
             return False
         forgets, tag, salt = self.forgets, self._tag_of(tenant), self._salt_of(tenant)
+        self._fetches += 1
         try:
             found = await link.kept(tag, "response", _name(salt, wanted_id))
             fields = None if found is None else _unpacked(salt, found.body)
@@ -90,28 +93,43 @@ class SharedResponses(ResponseStore):
                 wanted_id = fields
                 found = await link.kept(tag, "response", _name(salt, wanted_id))
                 fields = None if found is None else _unpacked(salt, found.body)
+            if not isinstance(fields, StoredResponse) or (tenant, wanted_id) in self._discarded:
+                return False
+            return super().put(tenant, wanted_id, fields, forgets=forgets)
         except DirectoryLost as lost:
             message = f"It is not known whether {wanted_id[:64]!r} is stored: the session directory is away."
             raise Unavailable(message, 1.0, code="directory_lost") from lost
-        if not isinstance(fields, StoredResponse):
-            return False
-        return super().put(tenant, wanted_id, fields, forgets=forgets)
+        finally:
+            self._fetches -= 1
+            if not self._fetches:
+                self._discarded.clear()
+
+    def discard_here(self, tenant: str, response_id: str) -> bool:
+        """Delete a tenant's response from this store; return whether there was one.
+
+        What is fetched at this moment, and was found before, is not kept.
+        """
+        if self._fetches:
+            self._discarded.add((tenant, response_id))
+        return self.delete(tenant, response_id)
 
     async def discard(self, tenant: str, response_id: str) -> bool:
         """Delete a tenant's response here and in the directory; return whether there was one.
 
         Raises `Unavailable` if the directory does not answer.
         """
-        was_here = self.delete(tenant, response_id)
+        was_here = self.discard_here(tenant, response_id)
         link = self._directory.link
         if link is None or not self._is_on:
             return was_here
         try:
             name = _name(self._salt_of(tenant), response_id)
-            return await link.discard(self._tag_of(tenant), "response", name) or was_here
+            was_there = await link.discard(self._tag_of(tenant), "response", name)
         except DirectoryLost as lost:
             message = "The response is not deleted everywhere: the session directory is away. Repeat it."
             raise Unavailable(message, 1.0, code="directory_lost") from lost
+        # A fetch that began meanwhile may have found it there.
+        return self.discard_here(tenant, response_id) or was_there or was_here
 
     @property
     def _is_on(self) -> bool:

@@ -198,9 +198,7 @@ class RayReplicaClient:
     async def kept(self, tenant: bytes, ref: bytes) -> tuple[LoggedAnswer | None, bool]:
         try:
             async with asyncio.timeout(CONTROL_S):
-                # Serve's own `results_async` waits for the slowest (ray 2.60, `handle.py`).
-                asked = self._handle.broadcast("kept", tenant, ref)._fetch_replica_results_async()
-                calls = [one.get_async() for one in await asked]
+                calls = await calls_of(self._handle.broadcast("kept", tenant, ref))
         except (TimeoutError, RayError, RayServeException) as failed:
             logger.warning("kept: asking the replicas failed: %s", type(failed).__name__)
             return None, False
@@ -208,9 +206,10 @@ class RayReplicaClient:
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int | None:
         answers = await self._broadcast("pool_bytes", CONTROL_S, tenant + session)
-        if None in answers:
-            return None
-        return sum(answer for answer in answers if isinstance(answer, int))
+        known = [answer for answer in answers if isinstance(answer, int)]
+        if not known or any(answer is None or isinstance(answer, TimeoutError) for answer in answers):
+            return None  # one that died holds nothing
+        return sum(known)
 
     async def glance(self, owners: tuple[bytes, ...]) -> list[ReplicaGlance]:
         answers = await self._broadcast("glance", CONTROL_S, owners)
@@ -241,17 +240,23 @@ class RayReplicaClient:
         return good
 
     async def _broadcast(self, method: str, timeout_s: float, *args: object) -> list[Any]:
-        """Return every replica's answer or exception; empty if they cannot be asked or are too late."""
+        """Return every replica's answer or exception; if they cannot be asked, why, in the place of one.
+
+        Empty if there is none.
+        """
         try:
-            response = self._handle.broadcast(method, *args)
-            answers: list[Any] = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
-        except (TimeoutError, DeploymentUnavailableError) as none:
-            logger.debug("%s: no replica answered: %s", method, type(none).__name__)
-            return []
-        except (RayError, RayServeException) as failed:  # callers continue with what they know
-            logger.warning("%s: asking the replicas failed: %s", method, failed)
-            return []
-        return answers
+            return await answers_of(self._handle.broadcast(method, *args), timeout_s)
+        except (TimeoutError, RayError, RayServeException) as failed:  # callers continue with what they know
+            is_usual = isinstance(
+                failed, TimeoutError | DeploymentUnavailableError
+            )  # while one starts or ends
+            logger.log(
+                logging.DEBUG if is_usual else logging.WARNING,
+                "%s: asking the replicas failed: %s",
+                method,
+                failed,
+            )
+            return [failed]
 
     def _take_note(self, ticket: str, events: list[Event]) -> None:
         """Update the load tracker from the events of a call."""
@@ -260,6 +265,38 @@ class RayReplicaClient:
                 self._book.admitted(ticket, event.receipt)
             elif isinstance(event, Failed) and event.replica_lost:
                 self._book.failed(ticket)
+
+
+async def calls_of(response: Any) -> list[Awaitable[Any]]:
+    """Return what gives each receiver's answer to a broadcast of Serve. Raises what choosing them raises.
+
+    Serve's own `results_async` waits for the slowest, and gives no answer at all if that one is late
+    (ray 2.60, `handle.py`).
+    """
+    return [one.get_async() for one in await response._fetch_replica_results_async()]
+
+
+async def answers_of(response: Any, within_s: float) -> list[Any]:
+    """Return each receiver's answer to a broadcast, or its exception; of one that is late, a `TimeoutError`.
+
+    Raises what choosing the receivers raises, `TimeoutError` included.
+    """
+    clock = asyncio.get_running_loop().time
+    ends_s = clock() + within_s
+    async with asyncio.timeout_at(ends_s):
+        asked = [asyncio.ensure_future(call) for call in await calls_of(response)]
+    try:
+        late = (await asyncio.wait(asked, timeout=max(0.0, ends_s - clock())))[1] if asked else set()
+    finally:
+        for one in asked:  # those that are over stay as they are
+            one.cancel()
+    answers = list[Any]()
+    for one in asked:
+        if one in late or one.cancelled():
+            answers.append(TimeoutError(f"no answer within {within_s:g} s"))
+        else:
+            answers.append(one.exception() or one.result())
+    return answers
 
 
 class _ServeCall:

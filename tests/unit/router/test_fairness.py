@@ -157,13 +157,18 @@ async def test_one_tenant_does_not_fill_the_tokenizers_queue() -> None:
 
 async def test_lists_and_figures_are_bounded_per_key() -> None:
     house = House(settings=make_settings(keys=KEYS, limits={"reads_per_key": 1}))
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     async with house.client() as client:
+        await client.post("/v1/chat/completions", json=chat, headers=bearer(KEY) | {"x-session-id": "mine"})
         with house.service.reads.lease("alice"):
             for path in ("/v1/sessions", "/metrics"):
                 refused = await client.get(path, headers=bearer(KEY))
                 assert refused.status_code in (403, 429)
                 assert (await client.get(path, headers=bearer(OTHER_KEY))).status_code in (200, 403)
             assert (await client.get("/v1/sessions", headers=bearer(KEY))).status_code == 429
+            assert (await client.get("/v1/sessions/mine", headers=bearer(KEY))).status_code == 429
+            hint = await client.post("/v1/sessions/mine/hint", json={"event": "typing"}, headers=bearer(KEY))
+            assert hint.status_code == 429
         assert (await client.get("/v1/sessions", headers=bearer(KEY))).status_code == 200
 
 

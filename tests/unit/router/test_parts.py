@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from samovar.replicas.messages import (
     Admitted,
     Delta,
     Event,
+    Forgotten,
     GenerateRequest,
     Refused,
     SamplingParams,
@@ -26,6 +28,7 @@ from samovar.router.generation.failover import EventPump
 from samovar.router.openai.errors import InvalidValue, TooManyRequests, shown
 from samovar.router.openai.messages import ChatMessage
 from samovar.router.openai.parse import BodyIds, ParsedChat, ParsedCompletion
+from samovar.router.routing import ray_clients
 from samovar.router.routing.ray_clients import RayReplicaClient
 from samovar.router.routing.replica_client import ReplicaFailed, ReplicaLost
 from samovar.router.routing.session import session_key
@@ -174,6 +177,23 @@ async def test_pump_ends_and_raises() -> None:
 # Ray's client over a handle that only looks like one -------------------------------------------
 
 
+@dataclass
+class FakeAnswer:
+    """What one replica says to a broadcast: an answer, an exception, or nothing ever (`SILENT`)."""
+
+    says: Any
+
+    async def get_async(self) -> Any:
+        if self.says is SILENT:
+            await asyncio.get_running_loop().create_future()
+        if isinstance(self.says, Exception):
+            raise self.says
+        return self.says
+
+
+SILENT = object()
+
+
 class FakeHandle:
     """Records what a Serve handle would be asked."""
 
@@ -182,7 +202,6 @@ class FakeHandle:
         self.asked: dict[str, Any] = {}
         self.cancels = 0
         self.broadcasts: list[tuple[object, ...]] = []
-        self.timeouts: list[float] = []
         self.generate = self
         self._left = iter(steps)
 
@@ -210,11 +229,10 @@ class FakeHandle:
         self.broadcasts.append((method, *args))
         return self
 
-    async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
-        self.timeouts.append(timeout_s)
+    async def _fetch_replica_results_async(self) -> list[FakeAnswer]:
         if isinstance(self.steps[0], Exception):
             raise self.steps[0]
-        return list(self.steps)
+        return [FakeAnswer(step) for step in self.steps]
 
 
 REQUEST = GenerateRequest("r", [1], SamplingParams(max_tokens=1))
@@ -266,6 +284,28 @@ async def test_ray_client_describes_those_that_answer() -> None:
     for failure in (TimeoutError(), RayActorError(), RayServeException("shutting down")):
         client = RayReplicaClient(FakeHandle(failure), retry_after_s=1)
         assert (await client.describe(), await client.stats()) == ([], [])
+
+
+async def test_a_replica_that_hangs_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's own way of waiting gives nobody's answer if one is late."""
+    monkeypatch.setattr(ray_clients, "CONTROL_S", 0.05)
+    client = RayReplicaClient(FakeHandle(INFO, SILENT, INFO), retry_after_s=1, clear_timeout_s=0.05)
+    assert await client.describe() == [INFO, INFO]
+    cleared = Forgotten(pages=1, extents=2, nbytes=3)
+    client = RayReplicaClient(FakeHandle(cleared, SILENT), retry_after_s=1, clear_timeout_s=0.05)
+    counts = await client.clear(b"t", None)
+    assert (counts.replicas, counts.silent) == (1, 1)
+    assert await RayReplicaClient(FakeHandle(5, SILENT), retry_after_s=1).pool_bytes(b"t", b"s") is None
+    assert await RayReplicaClient(FakeHandle(5, 6), retry_after_s=1).pool_bytes(b"t", b"s") == 11
+
+
+@pytest.mark.parametrize("why", [TimeoutError(), RayActorError(), RayServeException("shutting down")])
+async def test_replicas_that_cannot_be_asked_have_cleared_nothing(why: Exception) -> None:
+    """Else a clear that reached none would be whole where none need run, or another model's answered."""
+    client = RayReplicaClient(FakeHandle(why), retry_after_s=1)
+    counts = await client.clear(b"t", None)
+    assert (counts.replicas, counts.silent) == (0, 1)
+    assert await client.pool_bytes(b"t", b"s") is None
 
 
 async def test_ray_client_tells_of_nodes_by_what_any_replica_of_theirs_heard() -> None:

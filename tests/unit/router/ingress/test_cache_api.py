@@ -292,9 +292,9 @@ async def test_ray_client_asks_every_replica_and_counts_those_that_do_not_answer
     counts = await RayReplicaClient(handle, retry_after_s=1, clear_timeout_s=7).clear(b"t", (b"s",))
     assert counts == ClearCounts(replicas=2, silent=2, pages=5, extents=5, nbytes=100, unreachable=("s3",))
     assert handle.broadcasts == [("clear", b"t", (b"s",))]
-    assert handle.timeouts == [7]
     for failure in (TimeoutError(), RayActorError()):
-        assert await RayReplicaClient(FakeHandle(failure), retry_after_s=1).clear(b"t", None) == ClearCounts()
+        counts = await RayReplicaClient(FakeHandle(failure), retry_after_s=1).clear(b"t", None)
+        assert counts == ClearCounts(silent=1)
 
 
 @pytest.mark.parametrize(("answers", "told"), [((5, 7), 12), ((5, None), None), ((5, RayActorError()), 5)])

@@ -68,7 +68,7 @@ class Street:
 
     async def discard(self, tenant: str, response_id: str) -> int:
         for house in self.houses:
-            house.service.responses.delete(tenant, response_id)
+            house.service.responses.discard_here(tenant, response_id)
         return self.silent
 
     async def metrics(self) -> dict[str, bytes]:
@@ -227,7 +227,12 @@ async def test_a_stored_response_whose_bytes_have_changed_is_not_used(at: int) -
 
 
 @pytest.mark.guarantee("G12")
-async def test_a_response_that_is_fetched_while_its_tenant_clears_is_not_stored_again() -> None:
+@pytest.mark.parametrize(
+    ("house", "path"), [(2, "/v1/cache"), (2, "/v1/responses/{id}"), (1, "/v1/responses/{id}")]
+)
+async def test_a_response_that_is_fetched_while_it_is_deleted_is_not_stored_again(
+    house: int, path: str
+) -> None:
     street = Street()
     made = (await street.post(0, "/v1/responses", {"input": "hi"})).json()
     kept, fetched, cleared = street.link.kept, asyncio.Event(), asyncio.Event()
@@ -239,10 +244,10 @@ async def test_a_response_that_is_fetched_while_its_tenant_clears_is_not_stored_
         return item
 
     street.link.kept = slow  # type: ignore[method-assign,assignment]
-    async with street.houses[1].client(**AUTH) as client, street.houses[2].client(**AUTH) as other:
+    async with street.houses[1].client(**AUTH) as client, street.houses[house].client(**AUTH) as other:
         reading = asyncio.create_task(client.get(f"/v1/responses/{made['id']}"))
         await fetched.wait()
-        assert (await other.delete("/v1/cache")).status_code == 200
+        assert (await other.delete(path.format(id=made["id"]))).status_code == 200
         cleared.set()
         assert (await reading).status_code == 404
         street.link.kept = kept  # type: ignore[method-assign]
