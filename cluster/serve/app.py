@@ -425,8 +425,10 @@ class Service:
         LocalServe().put(apps, apps.keys(), ())
         return apps.keys()
 
-    def update(self, settings: Settings) -> None:
-        """Switch to these settings under traffic, without a failed request.
+    def update(self, settings: Settings) -> str | None:
+        """Switch to these settings under traffic, without a failed request; return what was not seen then.
+
+        That is why not all replicas have answered yet: the new settings are in service all the same.
 
         Another model (or the same one with other serving settings) starts beside the old one, which is
         removed when its last answer has finished: their blocks have different namespaces, and the old ones
@@ -459,7 +461,11 @@ class Service:
         exchange(now, wanted, LocalServe(), self._wait)
         self.settings, self.model_app, self.model_dir, self.replicas = settings, new_app, model_dir, replicas
         self._given, self.further = given, further
-        self.infos = self._wait_for_replicas()
+        try:
+            self.infos = self._wait_for_replicas()
+        except (StartFailed, RayServeException, ray.exceptions.RayError) as unseen:
+            return str(unseen)
+        return None
 
     def _replicas_to_go_on_with(self, settings: Settings) -> int:
         """Return the configured number of replicas; with autoscaling, as many as run now, if more."""
@@ -809,11 +815,15 @@ def _update(service: Service, reload: Callable[[], Settings], errors: Console) -
     """Apply the reloaded settings after a SIGHUP. On any failure the old ones stay in service."""
     try:
         with _progress("reloading the configuration"):
-            service.update(s3_demo_of(service.settings, reload()))
+            unseen = service.update(s3_demo_of(service.settings, reload()))
     except (ConfigError, ModelRefused, StartFailed, RayServeException, ray.exceptions.RayError) as error:
         errors.print(
             f"samovar: the configuration is unchanged: {error}", style="red", highlight=False, soft_wrap=True
         )
+        return
+    if unseen is not None:
+        said = f"samovar: the new configuration is in service, and not all replicas have answered: {unseen}"
+        errors.print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
         return
     _print_tables(Console(), service)
     Console().print(f"\nSamovar is updated: {service.url}", highlight=False, soft_wrap=True)

@@ -26,6 +26,7 @@ from samovar.cluster.errors import StartFailed
 from samovar.configs.cluster import ClusterSettings
 from samovar.configs.settings import ServerSettings, Settings
 from samovar.configs.tls import CertificateRefused
+from samovar.router.proxy import read_by_proxies
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +207,10 @@ def unhealthy_here(server: ServerSettings) -> str | None:
 
 
 def refuse_what_needs_a_restart(now: Settings, wanted: Settings) -> None:
-    """Raise `StartFailed`, naming the section, if a section of `FIXED` has changed."""
+    """Raise `StartFailed`, naming what has changed and was read once, when this service started.
+
+    That is each section of `FIXED`, the cluster but for its number of replicas, and what proxies know.
+    """
     for name in FIXED:
         if name == "auth":
             # The server's secret is drawn where none is given. Keys in auth.keys_file are followed anyway.
@@ -217,6 +221,14 @@ def refuse_what_needs_a_restart(now: Settings, wanted: Settings) -> None:
             raise StartFailed(
                 f"the section `{name}` cannot be changed while the service runs. Leave it as it is, or stop "
                 "and start again"
+            )
+    kept = {f"cluster.{name}": value for name, value in now.cluster if name != "replicas"}
+    asked = {f"cluster.{name}": value for name, value in wanted.cluster} | read_by_proxies(wanted)
+    for name, value in (kept | read_by_proxies(now)).items():
+        if asked[name] != value:
+            raise StartFailed(
+                f"{name} cannot be changed while the service runs: it is {value!s}, and {asked[name]!s} was "
+                "given. Leave it as it is, or stop and start again"
             )
 
 

@@ -25,7 +25,7 @@ from samovar.router.proxy.environment import (
     links_environment,
 )
 from samovar.router.proxy.known_ingresses import ADDRESS, KNOWN, KnownIngresses, ListedIngress
-from samovar.router.proxy.proxy_guard import ServeProxy, proxy_environment
+from samovar.router.proxy.proxy_guard import ServeProxy, proxy_environment, read_by_proxies
 
 __all__ = [
     "ADDRESS",
@@ -50,6 +50,7 @@ __all__ = [
     "links_environment",
     "packed_head",
     "proxy_environment",
+    "read_by_proxies",
     "read_request",
     "request_id_of",
     "send_error",

@@ -28,9 +28,11 @@ from samovar.cluster.serve.rollout import (
     s3_demo_of,
     unhealthy_here,
 )
+from samovar.configs.cluster import LinkSettings
 from samovar.configs.loader import ConfigError, Problem
 from samovar.configs.settings import ServerSettings, Settings
 from samovar.replicas.messages import ModelRefused
+from samovar.router.proxy import proxy_environment, read_by_proxies
 from tests.support.inside import deployment_of
 
 FINGERPRINT = b"f" * 32
@@ -63,6 +65,31 @@ def test_what_needs_a_restart_is_refused_by_name(name: str, section: dict[str, A
     assert name in FIXED
     with pytest.raises(StartFailed, match=f"the section `{name}` cannot be changed"):
         refuse_what_needs_a_restart(settings(), settings(**{name: section}))
+
+
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("limits.body_bytes_max", {"limits": {"body_bytes_max": 1 << 20}}),
+        ("limits.request_timeout_s", {"limits": {"request_timeout_s": 77.0}}),
+        ("ingress.repeat_bytes_max", {"ingress": {"repeat_bytes_max": 1 << 20}}),
+        ("telemetry.otlp_endpoint", {"telemetry": {"otlp_endpoint": "http://127.0.0.1:4318"}}),
+        ("cluster.autoscaling", {"cluster": {"autoscaling": {"replicas_max": 7}}}),
+    ],
+)
+def test_what_would_not_reach_everybody_is_refused_by_name(name: str, section: dict[str, Any]) -> None:
+    """Proxies read their settings when they start: an update would be told as done, and hold in part."""
+    with pytest.raises(StartFailed, match=f"^{name} cannot be changed while the service runs"):
+        refuse_what_needs_a_restart(settings(), settings(**section))
+
+
+def test_a_proxy_is_told_nothing_that_an_update_might_change() -> None:
+    """Each variable of its environment is a setting that `read_by_proxies` names."""
+    told = proxy_environment(settings(telemetry={"otlp_endpoint": "http://127.0.0.1:4318"}))
+    named = {name.rpartition(".")[2] for name in read_by_proxies(settings())} | set(LinkSettings.model_fields)
+    named |= {"wait_ms", "callback_import_path"}  # engine.coalesce_ms; and what installs the guard
+    left = [name for name in told if not any(name.lower().endswith(one) for one in named)]
+    assert left == [], "an update is to refuse these"
 
 
 def test_the_rest_may_change() -> None:
@@ -379,6 +406,17 @@ def test_an_update_that_fails_leaves_everything_as_it_was(
     assert service.model_dir == "/other"
 
 
+def test_a_replica_that_does_not_answer_takes_no_update_back(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(_: Service) -> None:
+        raise StartFailed("2 replicas answered, not all")
+
+    monkeypatch.setattr(Service, "_wait_for_replicas", wait)
+    assert service.update(settings(cluster={"replicas": 3})) == "2 replicas answered, not all"
+    assert service.replicas == 3
+
+
 def test_what_is_refused_touches_nothing(service: Service, house: FakeServe) -> None:
     with pytest.raises(StartFailed, match="`server`"):
         service.update(settings(cluster={"replicas": 2}, server={"port": 9}))
@@ -404,6 +442,10 @@ PROBLEM = ConfigError([Problem("cluster.replicas", "samovar.yaml", "0 is too few
     ("error", "says"),
     [
         (None, "Samovar is updated"),
+        (
+            StopIteration("2 replicas answered"),
+            "the new configuration is in service, and not all replicas have answered: 2 replicas answered",
+        ),
         (PROBLEM, "is unchanged: the configuration has a problem:"),
         (StartFailed("no room"), "is unchanged: no room"),
         (
@@ -430,10 +472,13 @@ def test_a_hangup_changes_the_service_or_says_why_not_and_it_goes_on(
         def start(self) -> None:
             steps.append("start")
 
-        def update(self, wanted: Settings) -> None:
+        def update(self, wanted: Settings) -> str | None:
             steps.append(f"update to {wanted.cluster.replicas}")
+            if isinstance(error, StopIteration):  # nothing that fails: what was not seen
+                return str(error)
             if error is not None and not isinstance(error, ConfigError):
                 raise error
+            return None
 
         def stop(self) -> None:
             steps.append("stop")
