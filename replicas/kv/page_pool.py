@@ -432,7 +432,8 @@ class PagePool:
         now_s = self._clock()
         for page in pages:
             of = self._published[page]
-            of.rate_per_s = used_rate(of.rate_per_s, max(0.0, now_s - of.used_s))
+            of.rate_per_s = used_rate(of.rate_per_s, now_s - of.used_s)
+            of.used_s = now_s
             if owner not in of.owners and len(of.owners) <= OWNERS_MAX:
                 if not of.owners:
                     self._queue.gained((owner,))

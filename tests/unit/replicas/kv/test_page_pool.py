@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES
 from samovar.cache_tiers.blocks.extent import ROOT, block_key, namespace_digest
-from samovar.cache_tiers.forecast.turns import BINS, COLD, curve_of, resume_within
+from samovar.cache_tiers.forecast.turns import BINS, COLD, EDGES_S, curve_of, resume_within
 from samovar.cache_tiers.policy.policies import LikelyReturn, make_policy
 from samovar.configs.sections import PolicySettings
 from samovar.replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool
@@ -302,6 +302,24 @@ def test_what_is_dear_to_compute_stays_where_cost_counts() -> None:
     pool.release(deep)
     pool.release(flat)
     assert pool.allocate() == flat[0]
+
+
+def test_a_page_that_is_always_in_use_counts_each_of_its_uses() -> None:
+    """A system prompt's: of all that have it one is always running, so it is never released."""
+    now_s = 10_000.0
+    pool = PagePool(3, BLOCK, policy=LikelyReturn("learned"), clock=lambda: now_s)
+    (shared,), (other,) = (_publish_chain(pool, namespace, [(1, 1, 1, 1)]) for namespace in NAMESPACES)
+    pool.own(b"c", other)
+    for number in range(100):
+        now_s += 1
+        pool.own((b"a", b"b")[number % 2], shared)
+    pool.release([shared])
+    pool.release([other])
+    for owner, per_s in ((b"a", 0.0), (b"b", 0.0), (b"c", 1e-4)):
+        pool.sessions.ended(owner, now_s, curve_of(-np.expm1(-per_s * np.diff(EDGES_S))))
+        pool.returns.changed(owner)
+    now_s += 3000
+    assert pool.allocate() == other, "100 uses in 100 s are more than a return in three hours"
 
 
 @pytest.mark.guarantee("G2", "G3")
