@@ -189,12 +189,19 @@ class TierReporter:
         begin(self._lane, self._link.report, [report], [])
 
     def loads(self, restore: Restore) -> None:
-        """Send one report per tier: its fetches ran in parallel, and the price covers all of them."""
+        """Send one report per tier: its fetches ran in parallel, and the price covers all of them.
+
+        Tiers share the threads that fetch: where there are several, each counts from its own first fetch.
+        """
         loads: list[LoadReport] = []
+        is_mixed = len({piece.source for piece in restore.pieces}) > 1
         for tier in (*TIERS, PEER):
             came = [piece for piece in restore.pieces if piece.source == tier and piece.arrived_s > 0]
             if came:
-                seconds = max(_there_s(piece) for piece in came) - restore.started_s
+                began_s = restore.started_s
+                if is_mixed:
+                    began_s = min(piece.begun_s or began_s for piece in came)
+                seconds = max(_there_s(piece) for piece in came) - began_s
                 loads.append(LoadReport(tier, sum(piece.nbytes for piece in came), seconds))
         if loads:
             begin(self._lane, self._link.report, [], loads)
