@@ -265,7 +265,10 @@ class BadReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Reports how long a load took until its bytes were in the pool's pages, for the price of the tier."""
+    """Reports how long a load took until its bytes were in the pool's pages, for the price of the tier.
+
+    Of fetches that ran at the same time; of a load of several rounds of them, what one round took.
+    """
 
     tier: LoadSource
     nbytes: int

@@ -31,6 +31,7 @@ _ZEROS: Final = np.zeros(HIDDEN, dtype=np.float32)
 _LOGIT_MAX: Final = np.full(BINS, 14.0, dtype=np.float32)
 _LOGIT_MIN: Final = -_LOGIT_MAX
 _ONE: Final = np.float32(1.0)
+_ALL: Final = np.ones(BINS, dtype=np.float32)
 _GRADIENT_MAX: Final = 5.0
 _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
 _DECAY: Final = 0.1  # of the weights, times the learning rate (Loshchilov and Hutter, 2019)
@@ -54,8 +55,6 @@ class HazardModel:
         self._rng = np.random.default_rng(seed)
         self._count = weights_of(self.features)
         self.resets = 0
-        self.reach: Weights = np.ones(BINS, dtype=np.float32)
-        """`[BINS]`: 0 where too little was seen to tell features apart: there the offset holds."""
         self._start()
 
     def _start(self) -> None:
@@ -80,8 +79,11 @@ class HazardModel:
             flat[first + _OUT :].reshape(HIDDEN, _KNOTS),
         )
 
-    def curve(self, row: Weights, offset: Weights) -> Curves:
-        """Return the survival curve `[EDGES]` for standardised features `[features]`, log odds `[BINS]`."""
+    def curve(self, row: Weights, offset: Weights, reach: Weights = _ALL) -> Curves:
+        """Return the survival curve `[EDGES]` for standardised features `[features]`, log odds `[BINS]`.
+
+        `reach`: `[BINS]`, 0 where too little was seen to tell features apart: there the offset holds.
+        """
         # Once per turn, of few numbers: calls are what it costs, so the quicker one of each is taken.
         if self._used[0] is not self.average:
             self._used = self.average, *self._parts(self.average)
@@ -91,7 +93,7 @@ class HazardModel:
         knots = np.maximum(sums[:HIDDEN], _ZEROS).dot(second)
         knots += sums[HIDDEN:]
         logits = knots.dot(_BASIS)
-        logits *= self.reach
+        logits *= reach
         logits += offset
         # A bin is survived with 1 - sigmoid(logit); minus the log of that is log(1 + exp(logit)).
         np.exp(_limited(logits), out=logits)
@@ -100,10 +102,12 @@ class HazardModel:
         np.add.accumulate(logits, out=curve[1:])
         return np.negative(curve, out=curve)
 
-    def learn(self, rows: Weights, offsets: Weights, came_back: Floats, survived: Floats) -> None:
+    def learn(
+        self, rows: Weights, offsets: Weights, came_back: Floats, survived: Floats, reach: Weights = _ALL
+    ) -> None:
         """Take one step on features `[n, features]` and log odds `[n, BINS]`.
 
-        `came_back`, `survived`: `[n, BINS]`, each in [0, 1].
+        `came_back`, `survived`: `[n, BINS]`, each in [0, 1]. `reach`: as of `curve`, of each row or of all.
         """
         first, bias, second = self._parts(self.weights)
         sums = rows.dot(first)
@@ -112,13 +116,14 @@ class HazardModel:
         knots = hidden.dot(second)
         knots += sums[:, HIDDEN:]
         logits = knots.dot(_BASIS)
-        logits *= self.reach
+        logits *= reach
         logits += offsets
         excess = came_back + survived
         excess *= _sigmoid(logits)
         excess -= came_back
         at_logits = excess.astype(np.float32)
-        at_logits *= self.reach / np.float32(len(rows))
+        at_logits *= reach
+        at_logits *= _ONE / np.float32(len(rows))
         at_knots = at_logits.dot(_BASIS.T)
         gradient, to_first, to_bias, to_second = self._gradient
         at_sums = np.empty_like(sums)

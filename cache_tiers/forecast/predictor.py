@@ -385,6 +385,7 @@ class ProfileModel:
         self._offsets: Weights = np.tile(
             log_odds(-np.expm1(np.diff(COLD.astype(np.float64)))), (PROFILE_KINDS, 1)
         )
+        self._reach: Weights = np.ones((PROFILE_KINDS, BINS), dtype=np.float32)  # kinds are of two pools
         self.choice = Expert.COUNTS
         """Whose forecasts are used where a kind has too few turns to say."""
         self.by_kind: dict[int, Expert] = {}
@@ -406,17 +407,18 @@ class ProfileModel:
             hazards, common = self._counts.hazards_of(kind)
             said = self._said[kind] = self.turns.added, curve_of(hazards), curve_of(common)
             self._offsets[kind - self._first_kind] = log_odds(hazards)
-            self.model.reach[:] = self._counts.seen(kind)
+            self._reach[kind - self._first_kind] = self._counts.seen(kind)
         return said[1:]
 
     def curves(self, features: Vector, kind: int, ratio: float) -> tuple[Curves, Curves, Curves]:
         """Return what each expert forecasts, in the order of `Expert`; `ratio`: see `lineages.Standing`."""
         counted, common = self.counted(kind)
-        offset = self._offsets[kind - self._first_kind]
+        own = kind - self._first_kind
+        offset = self._offsets[own]
         if ratio != 1.0:
             offset = offset + features[AT_RATIO]
             counted, common = times(counted, ratio), times(common, ratio)
-        return self.model.curve(self.standard.apply(features), offset), counted, common
+        return self.model.curve(self.standard.apply(features), offset, self._reach[own]), counted, common
 
     def learn(self, now_s: float) -> None:
         """Take a learning step, two while there are few turns, and judge if that is due."""
@@ -436,9 +438,11 @@ class ProfileModel:
             rows = self.turns.sample(self._rng, self._settings.batch_turns, self._settings.replay_turns)
             came_back, survived = self.turns.targets(rows, now_s)
             features = self.turns.features(rows)
-            offsets = self._offsets.take(self.turns.kinds(rows) - self._first_kind, axis=0)
+            own = self.turns.kinds(rows) - self._first_kind
+            offsets = self._offsets.take(own, axis=0)
             offsets += features[:, AT_RATIO:]
-            self.model.learn(self.standard.apply(features), offsets, came_back, survived)
+            reach = self._reach.take(own, axis=0)
+            self.model.learn(self.standard.apply(features), offsets, came_back, survived, reach)
 
     def restored(self, added: int, settled: int, judged: int) -> None:
         """Go on after a restart with what was put into `model`, `standard` and `turns`.

@@ -159,7 +159,6 @@ class NodePrefetch:
                 self._clock(),
                 lead_s=self._lead_s,
                 room_bytes=self._room_bytes(),
-                victim=1.0,  # only into free room: there is always some, see `NodeStores.sink`
                 is_demand_busy=self._is_demand_busy(),
             )
             for guess in guesses:

@@ -29,7 +29,7 @@ from samovar.cache_tiers.catalog import Transfer
 from samovar.cache_tiers.messages import StoreRequest
 from samovar.cache_tiers.node.state import NodeState
 from samovar.cache_tiers.node.transfer import TransferRunner, verified
-from samovar.cache_tiers.policy import IdleSessions
+from samovar.cache_tiers.policy import SINK_SHARE, IdleSessions
 from samovar.configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
@@ -123,8 +123,6 @@ CallFor = Callable[[object, int], Record]
 
 QUIET_S = 0.1
 """So long after a fetch a load is taken to go on: of what main memory holds only a reference is fetched."""
-SINK_SHARE = 0.9
-"""Fill level above which a tier demotes its coldest extents, so that the next store finds room."""
 
 
 @dataclass(frozen=True, slots=True)

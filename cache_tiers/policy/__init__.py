@@ -11,11 +11,12 @@ from samovar.cache_tiers.policy.eviction_queue import (
 )
 from samovar.cache_tiers.policy.idle_sessions import IdleSessions
 from samovar.cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy, TimeOracle, make_policy
-from samovar.cache_tiers.policy.prefetcher import Known, Prefetcher
+from samovar.cache_tiers.policy.prefetcher import SINK_SHARE, Known, Prefetcher
 from samovar.cache_tiers.policy.shadow import ShadowLru
 
 __all__ = [
     "MOVES_MAX",
+    "SINK_SHARE",
     "IdleSessions",
     "Known",
     "LazyHeap",

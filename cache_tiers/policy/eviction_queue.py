@@ -406,12 +406,13 @@ class ValueQueue(Generic[T]):
             [place for of in owners for place in (map(slot, of) if of else (NO_SESSION,))], dtype=np.intp
         )
         used_s = np.array([front.used_s for front in fronts])
+        saved_s = np.array([front.saved_s for front in fronts])
         each_used_s = np.repeat(used_s, counts)
         candidates = Candidates(
             slots,
             each_used_s,
             np.repeat(np.array([float(front.end_tokens) for front in fronts]), counts),
-            np.repeat(np.array([front.saved_s for front in fronts]), counts),
+            np.repeat(saved_s, counts),
         )
         is_left = each_used_s < sessions.left_s[slots]
         worth = policy.worth(candidates, sessions, now_s, horizon_s)
@@ -429,7 +430,9 @@ class ValueQueue(Generic[T]):
         shared = np.flatnonzero(counts > 1).tolist()
         if shared:
             rates = np.array([faded_rate(fronts[at].rate_per_s, now_s - fronts[at].used_s) for at in shared])
-            best[shared] = policy.shared_worth(rates, used_s[shared], best[shared], horizon_s)
+            best[shared] = policy.shared_worth(
+                rates, used_s[shared], saved_s[shared], best[shared], horizon_s
+            )
         best_class = np.maximum.reduceat(classes, starts)
         if policy.clean_first:
             best_class = best_class + DIRTY * np.array([not front.is_clean for front in fronts])

@@ -60,8 +60,13 @@ class ResidencyPolicy(Protocol):
         """Return `[n]`, finite; the least is evicted first. `horizon_s`: how far ahead this tier looks."""
         ...
 
-    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
-        """Return the worth of what several sessions share; `rates`: uses/s, `best`: their highest worth."""
+    def shared_worth(
+        self, rates: Floats, used_s: Floats, saved_s: Floats, best: Floats, horizon_s: float
+    ) -> Floats:
+        """Return the worth of what several sessions share, in the unit of `worth`.
+
+        `rates`: uses/s. `saved_s`: as in `Candidates`. `best`: the highest worth that it has to one of them.
+        """
         ...
 
 
@@ -76,7 +81,9 @@ class LeastRecentlyUsed:
     def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
         return of.used_s
 
-    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
+    def shared_worth(
+        self, rates: Floats, used_s: Floats, saved_s: Floats, best: Floats, horizon_s: float
+    ) -> Floats:
         return used_s
 
 
@@ -96,7 +103,9 @@ class TimeToLive:
         ttl_s = np.where(sessions.is_tool[of.slots], self._ttl_tool_s, self._ttl_s)
         return _after_others(of.used_s, now_s - of.used_s <= ttl_s)
 
-    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
+    def shared_worth(
+        self, rates: Floats, used_s: Floats, saved_s: Floats, best: Floats, horizon_s: float
+    ) -> Floats:
         return np.maximum(used_s, best)
 
 
@@ -121,7 +130,9 @@ class TailOptimized:
         is_needed = (of.end_tokens <= chain - self._slo_tokens) & (of.slots != NO_SESSION)
         return _after_others(of.used_s, is_needed)
 
-    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
+    def shared_worth(
+        self, rates: Floats, used_s: Floats, saved_s: Floats, best: Floats, horizon_s: float
+    ) -> Floats:
         return np.maximum(used_s, best)
 
 
@@ -158,12 +169,14 @@ class LikelyReturn:
         worth: Floats = (likely + LEAST) * of.saved_s * (1.0 + RECENT_SHARE * recent)
         return worth
 
-    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
+    def shared_worth(
+        self, rates: Floats, used_s: Floats, saved_s: Floats, best: Floats, horizon_s: float
+    ) -> Floats:
         likely = np.zeros(len(rates))
         for share in self._shares:
             likely -= np.expm1(-rates * (share * horizon_s))
         likely /= len(self._shares)
-        worth: Floats = np.maximum(best, likely)
+        worth: Floats = np.maximum(best, (likely + LEAST) * saved_s)
         return worth
 
 
@@ -179,7 +192,9 @@ class TimeOracle:
         worth: Floats = 1.0 / (1.0 + np.maximum(sessions.next_s[of.slots] - now_s, 0.0))
         return worth
 
-    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
+    def shared_worth(
+        self, rates: Floats, used_s: Floats, saved_s: Floats, best: Floats, horizon_s: float
+    ) -> Floats:
         worth: Floats = np.maximum(best, rates / (1.0 + rates))
         return worth
 

@@ -35,8 +35,8 @@ Guessed = Literal["pause", "hazard"]
 
 LOOKED_AT_MAX = 256
 """Likeliest sessions whose bytes are looked up in one call of `by_hazard`."""
-SWAP_MARGIN = 1.3
-"""A victim must be this factor less likely wanted; chosen by a simulation of two tiers."""
+SINK_SHARE = 0.9
+"""Fill level above which a tier demotes its coldest extents, so that the next store or guess finds room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +149,13 @@ class Prefetcher:
         *,
         lead_s: float,
         room_bytes: int,
-        victim: float = 0.0,
         is_demand_busy: bool = False,
     ) -> list[Guess]:
         """Decide what to promote for sessions likely to resume within `lead_s`, likeliest first.
 
         A promoted byte is worth the same for any session, so the probability alone ranks bytes. Call it
-        about once a second. `below_bytes(session)` is called only for the likeliest. Beyond `room_bytes`
-        something must be evicted, which is wanted within `lead_s` with probability `victim`.
+        about once a second. `below_bytes(session)` is called only for the likeliest. Nothing is evicted for
+        a guess: `room_bytes` is free in the upper tier, where there is always some (`SINK_SHARE`).
         """
         if not self._settings.by_hazard or is_demand_busy or not len(sessions):
             return []
@@ -175,9 +174,7 @@ class Prefetcher:
             looked_at += 1
             if looked_at > LOOKED_AT_MAX:
                 break
-            nbytes = below_bytes(session)
-            if probability <= SWAP_MARGIN * victim:
-                nbytes = min(nbytes, room_bytes)
+            nbytes = min(below_bytes(session), room_bytes)
             if nbytes <= 0:
                 continue
             if not self._can_start(nbytes, now_s):

@@ -56,6 +56,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._by_key: dict[bytes, PrefixEntry] = {}
         self._by_page: dict[int, PrefixEntry] = {}
+        self._numbers = {ROOT_ENTRY}  # of what is published
         self._next_number = ROOT_ENTRY + 1
 
     def __len__(self) -> int:
@@ -79,6 +80,7 @@ class PrefixIndex:
             return None
         entry = PrefixEntry(self._next_number, parent, key, token_ids, page)
         self._next_number += 1
+        self._numbers.add(entry.number)
         self._by_key[key] = entry
         self._by_page[page] = entry
         return entry
@@ -87,6 +89,12 @@ class PrefixIndex:
         """Forget the block that `page` holds. Raises `KeyError` if it holds none."""
         entry = self._by_page.pop(page)
         del self._by_key[entry.key]
+        self._numbers.remove(entry.number)
+
+    def orphan(self, key: bytes) -> PrefixEntry | None:
+        """Return the block that has the key if its parent is published no more: no walk finds it again."""
+        entry = self._by_key.get(key)
+        return None if entry is None or entry.parent in self._numbers else entry
 
     def of_page(self, page: int) -> PrefixEntry | None:
         """Return the block that `page` holds."""
@@ -118,6 +126,8 @@ class PrefixIndex:
             assert entry.key == key, f"entry {entry.number} is filed under a foreign key"
             assert self._by_page.get(entry.page) is entry, f"page {entry.page} has another entry"
             assert entry.parent < entry.number < self._next_number, "an entry is older than its parent"
+        numbers = {ROOT_ENTRY, *(entry.number for entry in self._by_page.values())}
+        assert self._numbers == numbers, "another number than an entry's counts as published"
 
 
 class OwnedPages:
@@ -422,6 +432,9 @@ class PagePool:
         if known is not None:
             return Published(known, duplicate=known.page != page)
         entry = self.index.add(key, parent, token_ids, page)
+        if entry is None and (orphan := self.index.orphan(key)) is not None:
+            self.unpublish([orphan.page])  # it stayed for longer than its parent, which was published again
+            entry = self.index.add(key, parent, token_ids, page)
         if entry is None:
             return None
         self._published[page] = CachedPage(page)
@@ -432,7 +445,8 @@ class PagePool:
         now_s = self._clock()
         for page in pages:
             of = self._published[page]
-            of.rate_per_s = used_rate(of.rate_per_s, max(0.0, now_s - of.used_s))
+            of.rate_per_s = used_rate(of.rate_per_s, now_s - of.used_s)
+            of.used_s = now_s
             if owner not in of.owners and len(of.owners) <= OWNERS_MAX:
                 if not of.owners:
                     self._queue.gained((owner,))

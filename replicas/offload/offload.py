@@ -242,7 +242,7 @@ class Restores:
             self.touched[sequence] = None
         if restore.is_over and not restore.is_reported:
             restore.is_reported = True
-            self.reports.loads(restore)
+            self.reports.loads(restore, self.settings.io_threads)
             if self.under_way.get(sequence) is restore:
                 del self.under_way[sequence]
 

@@ -188,14 +188,24 @@ class TierReporter:
         report = BadReport(fetch.namespace, fetch.tenant, fetch.extent_id, fetch.tier, kind)
         begin(self._lane, self._link.report, [report], [])
 
-    def loads(self, restore: Restore) -> None:
-        """Send one report per tier: its fetches ran in parallel, and the price covers all of them."""
+    def loads(self, restore: Restore, parallel: int) -> None:
+        """Send one report per tier, of one round of its fetches, of which `parallel` ran at a time.
+
+        So its latency counts once a round, as in a plan. Tiers share the threads that fetch: where there are
+        several, each counts from its own first fetch.
+        """
         loads: list[LoadReport] = []
+        is_mixed = len({piece.source for piece in restore.pieces}) > 1
         for tier in (*TIERS, PEER):
             came = [piece for piece in restore.pieces if piece.source == tier and piece.arrived_s > 0]
             if came:
-                seconds = max(_there_s(piece) for piece in came) - restore.started_s
-                loads.append(LoadReport(tier, sum(piece.nbytes for piece in came), seconds))
+                began_s = restore.started_s
+                if is_mixed:
+                    began_s = min(piece.begun_s or began_s for piece in came)
+                seconds = max(_there_s(piece) for piece in came) - began_s
+                rounds = -(-len(came) // parallel)
+                nbytes = sum(piece.nbytes for piece in came)
+                loads.append(LoadReport(tier, nbytes // rounds, seconds / rounds))
         if loads:
             begin(self._lane, self._link.report, [], loads)
 

@@ -8,13 +8,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from bench.policy import kept_for, load, policy_settings
+from samovar.cache_tiers.forecast.turns import BINS, curve_of
 from samovar.cache_tiers.policy import IdleSessions, make_policy
 from samovar.cluster.plan.plan import PlanAsk, fleet_of
 from samovar.cluster.plan.runs import policy_of
 from samovar.cluster.plan.simulator.fleet import Fleet
+from samovar.cluster.plan.simulator.node import SimNode
 from samovar.cluster.plan.simulator.sim import Sim
 from samovar.cluster.plan.simulator.tier import Block, SimTier
 from samovar.cluster.plan.traces.replay import TraceOpenings
@@ -22,13 +25,17 @@ from samovar.configs.sections import (
     GIB,
     PolicyName,
     PolicySettings,
+    PrefetchSettings,
     ProfileName,
     ProfileSettings,
     ProfilesSettings,
 )
 from samovar.configs.settings import Settings
+from tests.support.clock import Clock
+from tests.support.constants import tuned
 from tests.support.traffic import BLOCK, turn
 
+BLOCK_BYTES = BLOCK * Fleet().bytes_per_token
 SHIPPED = Settings()
 SETTINGS: dict[str, Any] = {
     "slots": SHIPPED.engine.sequences_max,
@@ -129,3 +136,25 @@ def test_a_month_is_a_month_for_all_profiles(monkeypatch: pytest.MonkeyPatch) ->
         profile = longer.profiles.named(name)
         assert profile == subject.profiles.named(name).model_copy(update={"ttl_s": 30 * 86_400.0})
     assert longer.label == "rhythm, kept 30 days"
+
+
+@pytest.mark.parametrize(("blocks", "moved"), [(8, 0), (20, 2)])
+def test_a_simulated_guess_has_the_room_that_a_nodes_sinking_keeps_free(blocks: int, moved: int) -> None:
+    """A tenth of a tier, though the simulated one is full: nothing else goes for a guess."""
+    wide = PrefetchSettings(by_hazard=True, bytes_per_s_max=64 * GIB, inflight_bytes_max=16 * GIB)
+    fleet = Fleet(
+        cpu_bytes=blocks * BLOCK_BYTES,
+        nvme_bytes=64 * BLOCK_BYTES,
+        prefetch=tuned(wide, holdout_share=0.0),
+    )
+    node = SimNode(0, fleet, make_policy(fleet.policy), BLOCK, None, Clock(), lambda _: fleet.profiles.chat)
+    below = tuple(range(10))
+    assert node.early is not None
+    node.early.returned(1, below, 0.0)
+    node.sessions.started(1, 0.0)
+    node.sessions.ended(1, 1.0, curve_of(np.full(BINS, 0.5)), tokens=10 * BLOCK)
+    node.tiers["nvme"].put(below, 1, 1.0)
+    node.tiers["cpu"].put(range(100, 100 + blocks), 2, 1.0)
+    node.early.tick(2.0)
+    assert node.early.prefetcher.moving_bytes == moved * BLOCK_BYTES
+    node.check_integrity()

@@ -8,13 +8,14 @@ to the node's uppermost one; nothing is prefetched into a GPU.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from samovar.cache_tiers.blocks import PEER, S3, TIERS, TOP_TIER, LoadSource
 from samovar.cache_tiers.forecast import Hint, SessionKey, hinted
-from samovar.cache_tiers.policy import IdleSessions, Known, Prefetcher, ResidencyPolicy
+from samovar.cache_tiers.policy import SINK_SHARE, IdleSessions, Known, Prefetcher, ResidencyPolicy
 from samovar.cache_tiers.pricing import Doubt, LoadPiece, TierMeter, worth_storing
 from samovar.cluster.plan.simulator.fleet import Fleet
 from samovar.cluster.plan.simulator.tier import Block, Placed, SimLink, SimTier
@@ -351,7 +352,9 @@ class SimPrefetch:
         self.left(lost, now_s)
 
     def _room_bytes(self) -> int:
-        return (self._upper.blocks_max - len(self._upper)) * self._node.block_bytes
+        """Return what is free, or what a node's sinking keeps free: here the coldest go as others come."""
+        most = self._upper.blocks_max
+        return (most - min(len(self._upper), math.ceil(SINK_SHARE * most))) * self._node.block_bytes
 
     def _is_demand_busy(self, now_s: float) -> bool:
         return any(link.demand_until_s > now_s for link in self._node.links.values())

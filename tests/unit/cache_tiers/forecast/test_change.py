@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 
 from bench._forecast_scores import brier
-from samovar.cache_tiers.forecast.features import NEW, SessionHistory, moved_record
-from samovar.cache_tiers.forecast.kaplan_meier import POOLS, PROFILE_KINDS, KaplanMeier
+from samovar.cache_tiers.forecast.features import FEATURES, NEW, SessionHistory, moved_record
+from samovar.cache_tiers.forecast.kaplan_meier import (
+    KINDS,
+    POOLS,
+    PROFILE_KINDS,
+    TAIL_RETURNS_MIN,
+    KaplanMeier,
+    kind_of,
+)
 from samovar.cache_tiers.forecast.learner import TurnLearner, decode, encode
 from samovar.cache_tiers.forecast.predictor import Expert, Predictor, best_of
-from samovar.cache_tiers.forecast.turns import Turn, resume_within
+from samovar.cache_tiers.forecast.turns import COLD, Turn, resume_within
 from samovar.configs.sections import PredictorSettings
 from tests.support.turn_streams import Rule, stream
 
@@ -64,6 +71,25 @@ def test_kinds_of_other_profiles_say_nothing() -> None:
     assert counts.is_cold(0)
     assert not counts.is_cold(2 * PROFILE_KINDS)
     assert counts.hazards(2 * PROFILE_KINDS + 1) != before, "its own profile's kinds do"
+
+
+def test_few_returns_beside_conversations_do_not_mute_the_network_of_conversations() -> None:
+    """Titles and tags hardly ever come back, and one network is of both."""
+    turn, predictor = Turn("s", 0.0, 1.0, 1000, 50), Predictor(SETTINGS)
+    chat, aside = kind_of(turn, 1), kind_of(turn, 1, is_aside=True)
+    counts = predictor.counts.counts
+    counts[0, KINDS + POOLS[chat]] = TAIL_RETURNS_MIN
+    predictor.counts.counts = counts
+    traffic, row = predictor.traffic(chat // PROFILE_KINDS), np.zeros(FEATURES, dtype=np.float32)
+    traffic.model.average = np.full_like(traffic.model.weights, 0.1)
+    told = traffic.curves(row, chat, 1.0)
+    beside = traffic.curves(row, aside, 1.0)
+    assert beside[Expert.MODEL] == pytest.approx(beside[Expert.COUNTS], abs=1e-3), "too few came back"
+    assert told[Expert.MODEL] != pytest.approx(told[Expert.COUNTS], abs=1e-3)
+    assert np.array_equal(traffic.curves(row, chat, 1.0)[Expert.MODEL], told[Expert.MODEL])
+    traffic.turns.add(row, chat, [COLD] * 3, 0.0)
+    traffic.learn(100.0)
+    assert traffic.model.moments.any(), "nor what it learns of them"
 
 
 def test_what_was_counted_is_forgotten_within_as_many_sessions_as_the_window() -> None:

@@ -200,15 +200,16 @@ def test_news_of_a_session_counts_at_once() -> None:
     assert world.names() == "ab"
 
 
-def test_what_several_share_is_worth_the_best_of_them_or_its_rate() -> None:
+@pytest.mark.parametrize("saved_s", [1.0, 2.6e-8], ids=["a simulator's", "a node's, by the byte"])
+def test_what_several_share_is_worth_the_best_of_them_or_its_rate(saved_s: float) -> None:
     world = World(LikelyReturn("learned"))
     for name, curve in (("a", NEVER), ("b", SOON), ("c", NEVER)):
         world.sessions.ended(name, NOW_S, curve)
     world.add(
-        Thing("1", ("a",), NOW_S),
-        Thing("2", ("a", "b"), NOW_S),
-        Thing("3", ("a", "c"), NOW_S, rate_per_s=0.005),
-        Thing("4", ("a", "c"), NOW_S, end_tokens=-1, rate_per_s=0.0),
+        Thing("1", ("a",), NOW_S, saved_s=saved_s),
+        Thing("2", ("a", "b"), NOW_S, saved_s=saved_s),
+        Thing("3", ("a", "c"), NOW_S, saved_s=saved_s, rate_per_s=0.005),
+        Thing("4", ("a", "c"), NOW_S, -1, saved_s, rate_per_s=0.0),
     )
     assert world.names() == "1342"
 

@@ -113,11 +113,10 @@ def test_demand_and_switches_stop_guesses() -> None:
     assert guess.nbytes == 4, "the chain's beginning"
 
 
-def test_beyond_the_room_only_for_the_clearly_likelier() -> None:
-    sessions = idle(1)
-    assert by_hazard(prefetcher(), sessions, 0.0, room_bytes=0, victim=0.9) == []
-    assert len(by_hazard(prefetcher(), sessions, 0.0, room_bytes=0, victim=0.3)) == 1
-    assert by_hazard(prefetcher(), sessions, 0.0, room_bytes=30, victim=0.9)[0].nbytes == 30
+def test_nothing_is_evicted_for_a_guess() -> None:
+    assert by_hazard(prefetcher(), idle(1), 0.0, room_bytes=0) == []
+    guesses = by_hazard(prefetcher(), idle(3), 0.0, room_bytes=130)
+    assert [guess.nbytes for guess in guesses] == [100, 30]
 
 
 def test_a_long_session_comes_up_in_chunks_and_starves_nobody() -> None:
@@ -341,7 +340,7 @@ class Storms(RuleBasedStateMachine):
 
     @rule(below=st.integers(0, 3000), room=st.integers(0, 3000))
     def guess(self, below: int, room: int) -> None:
-        self._began(by_hazard(self.ours, self.sessions, self.now_s, below, room_bytes=room, victim=1.0))
+        self._began(by_hazard(self.ours, self.sessions, self.now_s, below, room_bytes=room))
 
     @rule(session=st.integers(0, 19), nbytes=st.integers(0, 2000))
     def hint(self, session: int, nbytes: int) -> None:

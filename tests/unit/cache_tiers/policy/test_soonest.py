@@ -58,9 +58,11 @@ def test_a_return_that_is_moved_forward_is_worth_no_less(
 def test_what_many_share_is_weighed_as_a_session_that_returns_as_often(per_s: float) -> None:
     policy, horizon_s = LikelyReturn("learned"), 300.0
     alone = worths([curve_of(-np.expm1(-per_s * np.diff(EDGES_S)))], horizon_s)
-    shared = policy.shared_worth(np.array([per_s]), np.array([1000.0]), np.zeros(1), horizon_s)
-    assert shared[0] == pytest.approx(alone[0], rel=2e-3)
-    assert policy.shared_worth(np.zeros(1), np.zeros(1), np.array([0.5]), horizon_s)[0] == 0.5
+    rates, used_s, none = np.array([per_s]), np.array([1000.0]), np.zeros(1)
+    for saved_s in (1.0, 2.6e-8):
+        shared = policy.shared_worth(rates, used_s, np.array([saved_s]), none, horizon_s)
+        assert shared[0] == pytest.approx(saved_s * alone[0], rel=2e-3), "in the unit of what one saves"
+    assert policy.shared_worth(none, none, np.ones(1), np.array([0.5]), horizon_s)[0] == 0.5
 
 
 def test_it_is_a_mean_of_probabilities() -> None:

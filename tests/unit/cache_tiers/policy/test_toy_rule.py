@@ -32,7 +32,9 @@ class LatestFirst:
     def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
         return -of.used_s
 
-    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
+    def shared_worth(
+        self, rates: Floats, used_s: Floats, saved_s: Floats, best: Floats, horizon_s: float
+    ) -> Floats:
         return -used_s
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES
 from samovar.cache_tiers.blocks.extent import ROOT, block_key, namespace_digest
-from samovar.cache_tiers.forecast.turns import BINS, COLD, curve_of, resume_within
+from samovar.cache_tiers.forecast.turns import BINS, COLD, EDGES_S, curve_of, resume_within
 from samovar.cache_tiers.policy.policies import LikelyReturn, make_policy
 from samovar.configs.sections import PolicySettings
 from samovar.replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool
@@ -52,7 +52,12 @@ class PoolMachine(RuleBasedStateMachine):
         policy = PolicySettings(name=name, slo_tokens=4)  # type: ignore[arg-type]
         self.now_s = 100.0
         self.pool = PagePool(
-            pages, BLOCK, policy=make_policy(policy), settings=policy, clock=lambda: self.now_s
+            pages,
+            BLOCK,
+            policy=make_policy(policy),
+            settings=policy,
+            clock=lambda: self.now_s,
+            saved_s=float if pages % 2 else None,  # where cost counts, a block may stay without its parent
         )
         self.tables: list[list[int]] = []
         # page -> (namespace, all token ids up to and including this block), once it was written in full
@@ -100,8 +105,7 @@ class PoolMachine(RuleBasedStateMachine):
             ids = blocks[depth]
             key = block_key(namespace, key, ids)
             published = self.pool.publish(key, parent, ids, page)
-            if published is None:
-                break
+            assert published is not None, "no key collides: only a block that no prompt finds may have it"
             if published.duplicate:
                 assert self.content[published.entry.page] == self.content[page]
                 self.pool.acquire(published.entry.page)
@@ -302,6 +306,54 @@ def test_what_is_dear_to_compute_stays_where_cost_counts() -> None:
     pool.release(deep)
     pool.release(flat)
     assert pool.allocate() == flat[0]
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_block_whose_parent_went_first_is_published_again_behind_the_next_one(is_used: bool) -> None:
+    """Else nothing behind it would be published any more, in any later turn."""
+    pool = PagePool(4, BLOCK, policy=LikelyReturn("learned"), clock=lambda: 100.0, saved_s=float)
+    blocks = [(1, 1, 1, 1), (2, 2, 2, 2)]
+    keys = keys_of(NAMESPACES[0], (*blocks[0], *blocks[1]), BLOCK)
+    first, second = _publish_chain(pool, NAMESPACES[0], blocks)
+    pool.own(b"a", first, second)
+    pool.own(b"b", first)
+    pool.release([first, second])
+    for owner in (b"a", b"b"):
+        pool.sessions.ended(owner, 100.0, curve_of(np.full(BINS, 0.5)))
+        pool.returns.changed(owner)
+    spare = pool.allocate()
+    assert pool.allocate() == first, "the second saves twice as much"
+    if is_used:
+        pool.acquire(second)
+    parent = pool.publish(keys[0], ROOT_ENTRY, blocks[0], first)
+    assert parent is not None
+    again = pool.publish(keys[1], parent.entry.number, blocks[1], spare)
+    assert again is not None
+    assert not again.duplicate
+    assert [entry.page for entry in pool.match(keys, (*blocks[0], *blocks[1]))] == [first, spare]
+    assert pool.owners_of(second) == frozenset()
+    if is_used:
+        pool.release([second])
+    assert pool.free == 1
+    pool.check_integrity([[first, spare]])
+
+
+def test_a_page_that_is_always_in_use_counts_each_of_its_uses() -> None:
+    """A system prompt's: of all that have it one is always running, so it is never released."""
+    now_s = 10_000.0
+    pool = PagePool(3, BLOCK, policy=LikelyReturn("learned"), clock=lambda: now_s)
+    (shared,), (other,) = (_publish_chain(pool, namespace, [(1, 1, 1, 1)]) for namespace in NAMESPACES)
+    pool.own(b"c", other)
+    for number in range(100):
+        now_s += 1
+        pool.own((b"a", b"b")[number % 2], shared)
+    pool.release([shared])
+    pool.release([other])
+    for owner, per_s in ((b"a", 0.0), (b"b", 0.0), (b"c", 1e-4)):
+        pool.sessions.ended(owner, now_s, curve_of(-np.expm1(-per_s * np.diff(EDGES_S))))
+        pool.returns.changed(owner)
+    now_s += 3000
+    assert pool.allocate() == other, "100 uses in 100 s are more than a return in three hours"
 
 
 @pytest.mark.guarantee("G2", "G3")
