@@ -478,25 +478,25 @@ class DocumentShelf(PromptStage):
     def _write_chunks(self, document: Document, chunks: list[tuple[str, str]]) -> Document:
         """Write the chunks into the knowledge base, in place of those that an attempt before has written.
 
-        All on one thread, which nothing interrupts: those of a document that was deleted meanwhile go.
+        All on one thread, which nothing interrupts. Another ingress that deletes it waits for the write, and
+        then finds the chunks.
         """
-        if not self.store.renew(document.tenant, document.id, self._owner):
-            raise EntryNotFound(UNKNOWN)  # before the chunks of another ingress that has it go
-        self._erase_entries(document.tenant, self._entries_of(document))
-        origin = Provenance(document.tenant, _why(document.id))
+        tenant, one = document.tenant, document.id
+        origin = Provenance(tenant, _why(one))
         changes = [Change(Content("document_chunk", title, text), origin) for title, text in chunks]
-        try:
-            made = self._base.write(document.tenant, changes)
-        except QuotaExceeded as refused:
-            raise DocumentFailed(f"the knowledge base has no room for its chunks: {refused}") from None
-        entries = [one.ref.entry for one in made]
-        prefilled: Prefilled = "none" if document.prefill == "never" else "waiting"
-        fields = {"entries": entries, "state": "ready", "prefilled": prefilled, "ready_s": self._wall_clock()}
-        try:
-            return self.store.change(document.tenant, document.id, owner=self._owner, **fields)
-        except EntryNotFound:
-            self._erase_entries(document.tenant, entries)
-            raise
+        fitted = self._base.fitted(changes)  # before others wait
+        with self.store.writing(tenant):
+            if not self.store.renew(tenant, one, self._owner):
+                raise EntryNotFound(UNKNOWN)  # before the chunks of another ingress that has it go
+            self._erase_entries(tenant, self._entries_of(document))
+            try:
+                made = self._base.store.write(tenant, fitted, self._base.limits)
+            except QuotaExceeded as refused:
+                raise DocumentFailed(f"the knowledge base has no room for its chunks: {refused}") from None
+            fields: dict[str, Any] = {"state": "ready", "ready_s": self._wall_clock()}
+            fields["entries"] = [version.ref.entry for version in made]
+            fields["prefilled"] = "none" if document.prefill == "never" else "waiting"
+            return self.store.change(tenant, one, owner=self._owner, **fields)
 
     def _erase_entries(self, tenant: str, entries: list[str]) -> None:
         for at in range(0, len(entries), ERASED_AT_ONCE):  # others write in between

@@ -18,7 +18,7 @@ from samovar.cache_tiers.blocks import session_of, tenant_tag
 from samovar.replicas.messages import Failed, GenerateRequest
 from samovar.router.context.documents import DocumentShelf, document_session, place_documents
 from samovar.router.context.documents.store import FILE_NAME
-from samovar.router.context.knowledge import KnowledgeBase, KnowledgeError
+from samovar.router.context.knowledge import KnowledgeBase, KnowledgeError, StoreBusy
 from samovar.router.routing import SessionDirectory
 from tests.support.router.knowledge_desks import PostgresDesk
 from tests.support.router.router_harness import (
@@ -428,6 +428,41 @@ async def test_a_deletion_that_fails_in_an_unknown_way_is_not_tried_without_a_pa
         for _ in range(4):
             await shelf.work()
         assert tries == 2, "one call, and one look in the background"
+
+
+@pytest.mark.guarantee("G12")
+async def test_chunks_that_are_written_beside_a_deletion_go_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another ingress deletes their document just before, and who writes them cannot take them back."""
+    first = house(tmp_path)
+    monkeypatch.setitem(SHARED, "busy_s", 0.05)
+    second, loop, answers = house(tmp_path), asyncio.get_running_loop(), list[httpx.Response]()
+    base = first.service.stage("knowledge")
+    assert isinstance(base, KnowledgeBase)
+    write = base.store.write
+
+    def full(tenant: str, entries: Any) -> int:
+        raise StoreBusy("another one writes")
+
+    async with opened(first) as client, opened(second) as other:
+        path = f"{ROUTE}/{(await client.post(ROUTE, json={'text': TEXT, 'prefill': 'never'})).json()['id']}"
+
+        def late(*given: Any, **more: Any) -> Any:
+            deletion = asyncio.run_coroutine_threadsafe(other.delete(path), loop)
+            answers.append(deletion.result(60))
+            return write(*given, **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(base.store, "write", late)
+            patched.setattr(base.store, "erase_all", full)
+            await worked(first)
+        (answer,) = answers
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "clear_incomplete"), "it has to wait"
+        again = await other.delete(path)
+        assert (again.status_code, again.json()["chunks"]) == (200, 1)
+        assert (await client.get("/v1/knowledge")).json()["data"] == []
+        assert (await client.get(path)).status_code == 404
 
 
 async def test_nothing_of_an_erased_document_is_in_any_file(
