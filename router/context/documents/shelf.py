@@ -186,10 +186,9 @@ class DocumentShelf(PromptStage):
             raise _not_ready(found)
         state: Prefilled = "none" if wanted == "never" else "waiting"
         fields = dict[str, Any](prefill=wanted, prefilled=state, prefill_reason="", prefilled_tokens=0)
-        change = partial(self.store.change, tenant, document, **fields)
-        changed = await self._run(tenant, change)
-        if await self._stop_stage(tenant, document):  # it served the wish before, and may have written since
-            changed = await self._run(tenant, change)
+        # Without a lease: who serves the wish before, here or elsewhere, has its next write refused.
+        changed = await self._run(tenant, partial(self.store.change, tenant, document, lease="", **fields))
+        await self._stop_stage(tenant, document)
         self._called.set()
         return changed
 
@@ -211,14 +210,12 @@ class DocumentShelf(PromptStage):
         await self._stop_stage(tenant, document)
         return await self._erase(found)
 
-    async def _stop_stage(self, tenant: str, document: str) -> bool:
-        """End what is done to a document here; return whether anything was."""
+    async def _stop_stage(self, tenant: str, document: str) -> None:
+        """End what is done to a document here."""
         stage = self._stages.get((tenant, document))
-        if stage is None:
-            return False
-        stage.cancel()
-        await asyncio.gather(stage, return_exceptions=True)
-        return True
+        if stage is not None:
+            stage.cancel()
+            await asyncio.gather(stage, return_exceptions=True)
 
     # -- chats -----------------------------------------------------------------------------
 

@@ -162,7 +162,7 @@ class DocumentStore:
         return self._tables.writing(tenant, WRITES)
 
     def change(self, tenant: str, document: str, *, owner: str | None = None, **fields: Any) -> Document:
-        """Set fields of `Document`, unless it is being deleted. Raises `EntryNotFound`."""
+        """Set fields of `Document`, or `lease`, unless it is being deleted. Raises `EntryNotFound`."""
         with self._tables.writing(tenant, WRITES) as db:
             self._change(db, tenant, document, fields, owner)
         return self.get(tenant, document)

@@ -281,6 +281,27 @@ async def test_a_wish_that_comes_while_its_document_is_prefilled_counts(tmp_path
         )
 
 
+async def test_a_wish_at_another_ingress_counts_while_its_document_is_prefilled(tmp_path: Path) -> None:
+    made, other = (house(tmp_path, prefill_step_tokens=32) for _ in range(2))
+    gate, plain = asyncio.Event(), made.replicas.script
+    made.replicas.script = lambda request: [gate, *plain(request)]
+    async with opened(made) as client, opened(other) as elsewhere:
+        answer = await client.post(ROUTE, json={"text": TEXT * 9, "prefill": "auto"})
+        path = f"{ROUTE}/{answer.json()['id']}"
+        working = asyncio.create_task(worked(made))
+        await until(lambda: bool(steps(made)))
+        changed = await elsewhere.post(f"{path}/prefill", json={"prefill": "always"})
+        assert changed.status_code == 202, changed.text
+        await worked(other)
+        gate.set()
+        await working
+        assert {step.stores_all for step in steps(other)} == {True}
+        assert [step.stores_all for step in steps(made)] == [False], "it has lost the document"
+        card = (await client.get(path)).json()
+        assert (card["prefill"]["wanted"], card["prefill"]["state"]) == ("always", "computed")
+        assert card["prefill"]["tokens"] == card["tokens"]
+
+
 async def test_a_replica_that_is_lost_leaves_the_prefill_for_later(tmp_path: Path) -> None:
     made = house(tmp_path, lease_s=1.0)
     good = made.replicas.script
