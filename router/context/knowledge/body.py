@@ -139,7 +139,7 @@ def content_of(body: EntryBody, settings: KnowledgeSettings, place: str = "") ->
 
 def origin_of(who: str, why: str, turn: str | None = None) -> Provenance:
     """Return where a version comes from, without characters that would steer the terminal that shows it."""
-    return Provenance(who, clean(why), None if turn is None else clean(turn))
+    return Provenance(who, clean(why), clean(turn or "") or None)
 
 
 def questions_of(bodies: Sequence[QuestionBody], settings: KnowledgeSettings) -> list[Question]:
