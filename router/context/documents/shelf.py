@@ -285,10 +285,10 @@ class DocumentShelf(PromptStage):
         whole = await self._run(tenant, read)
         if (tenant, document) not in self._wholes:
             self._wholes[tenant, document] = whole
-            self._whole_bytes += len(whole.fence)
+            self._whole_bytes += whole.nbytes
         while self._whole_bytes > self.settings.text_cache_bytes_max and len(self._wholes) > 1:
             _, gone = self._wholes.popitem(last=False)
-            self._whole_bytes -= len(gone.fence)
+            self._whole_bytes -= gone.nbytes
         return whole, found.node
 
     async def _note(self, tenant: str, documents: list[str], session: bytes) -> None:
@@ -311,7 +311,7 @@ class DocumentShelf(PromptStage):
 
     def _forget(self, tenant: str, document: str) -> None:
         whole = self._wholes.pop((tenant, document), None)
-        self._whole_bytes -= len(whole.fence) if whole else 0
+        self._whole_bytes -= whole.nbytes if whole else 0
         for key in [key for key in self._noted if key[:2] == (tenant, document)]:
             del self._noted[key]
 

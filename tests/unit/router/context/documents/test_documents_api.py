@@ -15,11 +15,13 @@ import httpx
 import pytest
 
 from samovar.cache_tiers.blocks import session_of, tenant_tag
+from samovar.configs.optional_sections import DocumentsSettings
 from samovar.replicas.messages import Failed, GenerateRequest
 from samovar.router.context.documents import DocumentShelf, document_session, place_documents
 from samovar.router.context.documents.store import FILE_NAME
 from samovar.router.context.knowledge import KnowledgeBase, KnowledgeError, StoreBusy
 from samovar.router.routing import SessionDirectory
+from tests.support.constants import move
 from tests.support.router.knowledge_desks import PostgresDesk
 from tests.support.router.router_harness import (
     KEY,
@@ -227,6 +229,28 @@ async def test_a_prefix_that_is_not_the_chats_is_seen(
             for step in steps(made):
                 ids = step.prompt_token_ids
                 assert questions(made)[-1].prompt_token_ids[: len(ids)] != ids, "so the test above fails"
+
+
+async def test_texts_in_memory_are_bounded_in_bytes_not_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two of these texts have fewer characters, and more bytes.
+    move(monkeypatch, DocumentsSettings, text_cache_bytes_max=1500)
+    made, reads = house(tmp_path), list[str]()
+    store = shelf_of(made).store
+    text = store.text
+
+    def seen(tenant: str, document: str) -> str | None:
+        reads.append(document)
+        return text(tenant, document)
+
+    async with opened(made) as client:
+        one, other = [(await added(made, client, word * 300, prefill="never"))["id"] for word in "яю"]
+        monkeypatch.setattr(store, "text", seen)
+        for named in (one, one, other, one):
+            answer = await client.post("/v1/chat/completions", json=chat(documents=[named]))
+            assert answer.status_code == 200, answer.text
+        assert reads == [one, other, one]
 
 
 async def test_documents_stand_in_one_order_and_once(tmp_path: Path) -> None:
