@@ -66,18 +66,23 @@ class AuditLog:
         data = (json.dumps({"time": now, **line}) + "\n").encode()
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with lock_beside(self.path, LOCK_S):
+            if self._has_no_room_for(len(data)):
+                self._turn()
             file = self._opened()
             try:
                 size = os.fstat(file).st_size
-                if size and size + len(data) > self._bytes_max:
-                    os.close(file)
-                    self._turn()
-                    file, size = self._opened(), 0
                 if os.write(file, data) < len(data):  # half a line would spoil the next one
                     os.ftruncate(file, size)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(file)
+
+    def _has_no_room_for(self, nbytes: int) -> bool:
+        try:
+            size = os.lstat(self.path).st_size
+        except FileNotFoundError:
+            return False
+        return size > 0 and size + nbytes > self._bytes_max
 
     def _opened(self) -> int:
         try:

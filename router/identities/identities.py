@@ -192,6 +192,14 @@ class Identities:
                 thread.join(STOP_S)
 
     def _follow(self, look: Callable[[], None]) -> None:
-        look()
-        while not self._ended.wait(LOOK_S):
-            look()
+        is_failing = False
+        while True:
+            try:
+                look()
+                is_failing = False
+            except Exception:  # a thread that ends would follow nothing any more
+                if not is_failing:  # not once a second
+                    logger.exception("who may call could not be looked at; it is tried again")
+                is_failing = True
+            if self._ended.wait(LOOK_S):
+                return

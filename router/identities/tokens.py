@@ -95,7 +95,7 @@ def fetched(url: str) -> bytes:
                 found += piece
                 if len(found) > DOCUMENT_BYTES_MAX or time.monotonic() > ends_s:
                     raise IssuerSilent(f"{url} is too long, or too slow")
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise IssuerSilent(f"{url} cannot be had: {error or type(error).__name__}") from error
     return bytes(found)
 
@@ -144,10 +144,11 @@ class IssuerKeys:
         try:
             self._keys = self._published()
             self._known_s, self._problem = self._tried_s, ""
-        except IssuerSilent as error:
-            if str(error) != self._problem:
-                logger.error("the keys of auth.oidc.issuer are not refreshed: %s", error)
-            self._problem = str(error)
+        except Exception as error:  # also whatever a library raises at what the issuer publishes
+            problem, is_odd = str(error), not isinstance(error, IssuerSilent)
+            if problem != self._problem:
+                logger.error("the keys of auth.oidc.issuer are not refreshed: %s", problem, exc_info=is_odd)
+            self._problem = problem
 
     def _published(self) -> dict[str, Key]:
         told = _object(self._fetch(self._issuer.rstrip("/") + DISCOVERY))

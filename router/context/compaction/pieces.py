@@ -94,13 +94,14 @@ def _told(message: ChatMessage) -> str:
 
 def _segments(text: str, chars_max: int) -> list[str]:
     """Split a text where a paragraph, a line, a sentence or a word ends."""
-    found = []
-    while len(text) > chars_max:
-        ends = [text.rfind(mark, chars_max // 2, chars_max) for mark in ("\n\n", "\n", ". ", " ")]
-        at = next((end for end in ends if end > 0), chars_max - 1) + 1
-        found.append(text[:at].strip())
-        text = text[at:]
-    found.append(text.strip())
+    found, at = [], 0
+    while len(text) - at > chars_max:
+        half, most = at + chars_max // 2, at + chars_max
+        ends = [text.rfind(mark, half, most) for mark in ("\n\n", "\n", ". ", " ")]
+        end = next((one for one in ends if one > at), most - 1) + 1
+        found.append(text[at:end].strip())
+        at = end
+    found.append(text[at:].strip())
     return [one for one in found if one]
 
 

@@ -7,6 +7,7 @@ tenant, whatever their system prompts, and its blocks are computed once. Several
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,11 +21,12 @@ END = "[end of document]"
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A document as it stands in prompts: `fence` ends with a line's end."""
+    """A document as it stands in prompts: `fence` ends with a line's end, `nbytes`: in memory."""
 
     id: str
     title: str
     fence: str
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -51,7 +53,8 @@ def fenced_document(document: str, title: str, text: str, marks: Collection[str]
     `marks`: see `as_data`.
     """
     own = as_data(f"{title}\n\n{text}" if title else text, marks)
-    return Whole(document, title, "\n".join([BEGIN, f"[{document}]", own, END, ""]))
+    fence = "\n".join([BEGIN, f"[{document}]", own, END, ""])
+    return Whole(document, title, fence, sys.getsizeof(fence))
 
 
 def in_order(documents: Sequence[Whole]) -> list[Whole]:

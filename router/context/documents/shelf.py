@@ -186,10 +186,9 @@ class DocumentShelf(PromptStage):
             raise _not_ready(found)
         state: Prefilled = "none" if wanted == "never" else "waiting"
         fields = dict[str, Any](prefill=wanted, prefilled=state, prefill_reason="", prefilled_tokens=0)
-        change = partial(self.store.change, tenant, document, **fields)
-        changed = await self._run(tenant, change)
-        if await self._stop_stage(tenant, document):  # it served the wish before, and may have written since
-            changed = await self._run(tenant, change)
+        # Without a lease: who serves the wish before, here or elsewhere, has its next write refused.
+        changed = await self._run(tenant, partial(self.store.change, tenant, document, lease="", **fields))
+        await self._stop_stage(tenant, document)
         self._called.set()
         return changed
 
@@ -211,14 +210,12 @@ class DocumentShelf(PromptStage):
         await self._stop_stage(tenant, document)
         return await self._erase(found)
 
-    async def _stop_stage(self, tenant: str, document: str) -> bool:
-        """End what is done to a document here; return whether anything was."""
+    async def _stop_stage(self, tenant: str, document: str) -> None:
+        """End what is done to a document here."""
         stage = self._stages.get((tenant, document))
-        if stage is None:
-            return False
-        stage.cancel()
-        await asyncio.gather(stage, return_exceptions=True)
-        return True
+        if stage is not None:
+            stage.cancel()
+            await asyncio.gather(stage, return_exceptions=True)
 
     # -- chats -----------------------------------------------------------------------------
 
@@ -288,10 +285,10 @@ class DocumentShelf(PromptStage):
         whole = await self._run(tenant, read)
         if (tenant, document) not in self._wholes:
             self._wholes[tenant, document] = whole
-            self._whole_bytes += len(whole.fence)
+            self._whole_bytes += whole.nbytes
         while self._whole_bytes > self.settings.text_cache_bytes_max and len(self._wholes) > 1:
             _, gone = self._wholes.popitem(last=False)
-            self._whole_bytes -= len(gone.fence)
+            self._whole_bytes -= gone.nbytes
         return whole, found.node
 
     async def _note(self, tenant: str, documents: list[str], session: bytes) -> None:
@@ -314,7 +311,7 @@ class DocumentShelf(PromptStage):
 
     def _forget(self, tenant: str, document: str) -> None:
         whole = self._wholes.pop((tenant, document), None)
-        self._whole_bytes -= len(whole.fence) if whole else 0
+        self._whole_bytes -= whole.nbytes if whole else 0
         for key in [key for key in self._noted if key[:2] == (tenant, document)]:
             del self._noted[key]
 
@@ -478,25 +475,25 @@ class DocumentShelf(PromptStage):
     def _write_chunks(self, document: Document, chunks: list[tuple[str, str]]) -> Document:
         """Write the chunks into the knowledge base, in place of those that an attempt before has written.
 
-        All on one thread, which nothing interrupts: those of a document that was deleted meanwhile go.
+        All on one thread, which nothing interrupts. Another ingress that deletes it waits for the write, and
+        then finds the chunks.
         """
-        if not self.store.renew(document.tenant, document.id, self._owner):
-            raise EntryNotFound(UNKNOWN)  # before the chunks of another ingress that has it go
-        self._erase_entries(document.tenant, self._entries_of(document))
-        origin = Provenance(document.tenant, _why(document.id))
+        tenant, one = document.tenant, document.id
+        origin = Provenance(tenant, _why(one))
         changes = [Change(Content("document_chunk", title, text), origin) for title, text in chunks]
-        try:
-            made = self._base.write(document.tenant, changes)
-        except QuotaExceeded as refused:
-            raise DocumentFailed(f"the knowledge base has no room for its chunks: {refused}") from None
-        entries = [one.ref.entry for one in made]
-        prefilled: Prefilled = "none" if document.prefill == "never" else "waiting"
-        fields = {"entries": entries, "state": "ready", "prefilled": prefilled, "ready_s": self._wall_clock()}
-        try:
-            return self.store.change(document.tenant, document.id, owner=self._owner, **fields)
-        except EntryNotFound:
-            self._erase_entries(document.tenant, entries)
-            raise
+        fitted = self._base.fitted(changes)  # before others wait
+        with self.store.writing(tenant):
+            if not self.store.renew(tenant, one, self._owner):
+                raise EntryNotFound(UNKNOWN)  # before the chunks of another ingress that has it go
+            self._erase_entries(tenant, self._entries_of(document))
+            try:
+                made = self._base.store.write(tenant, fitted, self._base.limits)
+            except QuotaExceeded as refused:
+                raise DocumentFailed(f"the knowledge base has no room for its chunks: {refused}") from None
+            fields: dict[str, Any] = {"state": "ready", "ready_s": self._wall_clock()}
+            fields["entries"] = [version.ref.entry for version in made]
+            fields["prefilled"] = "none" if document.prefill == "never" else "waiting"
+            return self.store.change(tenant, one, owner=self._owner, **fields)
 
     def _erase_entries(self, tenant: str, entries: list[str]) -> None:
         for at in range(0, len(entries), ERASED_AT_ONCE):  # others write in between

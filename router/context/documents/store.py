@@ -6,6 +6,7 @@ import json
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -156,8 +157,12 @@ class DocumentStore:
                 (self._sealed(tenant, document, "text", text), tenant, document),
             )
 
+    def writing(self, tenant: str) -> AbstractContextManager[object]:
+        """Begin what this thread writes as a whole; other writers of the tenant wait, and its deletions."""
+        return self._tables.writing(tenant, WRITES)
+
     def change(self, tenant: str, document: str, *, owner: str | None = None, **fields: Any) -> Document:
-        """Set fields of `Document`, unless it is being deleted. Raises `EntryNotFound`."""
+        """Set fields of `Document`, or `lease`, unless it is being deleted. Raises `EntryNotFound`."""
         with self._tables.writing(tenant, WRITES) as db:
             self._change(db, tenant, document, fields, owner)
         return self.get(tenant, document)

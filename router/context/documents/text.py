@@ -89,18 +89,21 @@ def _paragraphs(lines: list[str]) -> list[str]:
 
 def _pieces(paragraph: str, chars_max: int) -> Iterator[str]:
     """Yield a paragraph in pieces of at most `chars_max`."""
-    while len(paragraph) > chars_max:
-        end = chars_max
+    begin = 0
+    while len(paragraph) - begin > chars_max:
+        end = begin + chars_max
         for mark in BREAKS:
-            at = paragraph.rfind(mark, chars_max // 2, chars_max)
+            at = paragraph.rfind(mark, begin + chars_max // 2, begin + chars_max)
             if at >= 0:
                 end = at + len(mark)
                 break
-        piece, paragraph = paragraph[:end].rstrip(), paragraph[end:].lstrip(" \n")
-        if piece:
+        if piece := paragraph[begin:end].rstrip():
             yield piece
-    if paragraph:
-        yield paragraph
+        while end < len(paragraph) and paragraph[end] in " \n":
+            end += 1
+        begin = end
+    if begin < len(paragraph):
+        yield paragraph[begin:]
 
 
 PROGRAM = Path(__file__).with_name("pdf_reader.py")

@@ -11,14 +11,13 @@ from pydantic import ConfigDict, Field, ValidationError
 from samovar.configs.json_text import parse_json
 from samovar.configs.optional_sections import KnowledgeSettings
 from samovar.router.context.knowledge.entries import Change, Content, Kind, Provenance, clean
-from samovar.router.context.knowledge.harness import Check, Question, Subject
+from samovar.router.context.knowledge.harness import PATTERN_CHARS_MAX, Check, Question, Subject
 from samovar.router.openai import ApiError, InvalidValue, StrictModel, error_of, shown
 
 TITLE_CHARS_MAX = 200
 TOPIC_CHARS_MAX = 64
 WHY_CHARS_MAX = 1000
 NAME_CHARS_MAX = 128
-PATTERN_CHARS_MAX = 1000
 COUNT_MAX = 2**31 - 1
 
 Why = Annotated[str, Field(max_length=WHY_CHARS_MAX)]
@@ -140,7 +139,7 @@ def content_of(body: EntryBody, settings: KnowledgeSettings, place: str = "") ->
 
 def origin_of(who: str, why: str, turn: str | None = None) -> Provenance:
     """Return where a version comes from, without characters that would steer the terminal that shows it."""
-    return Provenance(who, clean(why), None if turn is None else clean(turn))
+    return Provenance(who, clean(why), clean(turn or "") or None)
 
 
 def questions_of(bodies: Sequence[QuestionBody], settings: KnowledgeSettings) -> list[Question]:

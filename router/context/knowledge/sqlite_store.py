@@ -450,7 +450,7 @@ class SqliteStore:
         for one, head in found:
             self._unindex(db, table, head)
             db.execute(
-                "DELETE FROM records WHERE tenant = ? AND turn IN (SELECT turn FROM versions"
+                "DELETE FROM records WHERE tenant = ? AND turn <> '' AND turn IN (SELECT turn FROM versions"
                 " WHERE tenant = ? AND entry = ?)",
                 (tenant, tenant, one),
             )

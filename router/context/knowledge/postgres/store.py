@@ -351,7 +351,8 @@ class PostgresStore:
         found = [row[0] for row in db.execute(f"SELECT entry FROM heads WHERE {asked}", values)]
         unindex(db, tenant, found)
         db.execute(
-            f"DELETE FROM records WHERE tenant = %s AND turn IN (SELECT turn FROM versions WHERE {asked})",
+            "DELETE FROM records WHERE tenant = %s AND turn <> ''"
+            f" AND turn IN (SELECT turn FROM versions WHERE {asked})",
             (tenant, *values),
         )
         db.execute(f"DELETE FROM versions WHERE {asked}", values)

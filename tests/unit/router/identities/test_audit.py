@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -138,6 +139,27 @@ def test_files_are_bounded_and_turned(tmp_path: Path) -> None:
     assert kept == list(range(kept[0], 200)), "the newest, in order"
     log.write({"long": "x" * 5000})
     assert lines(tmp_path / "audit")[0]["long"] == "x" * 5000, "one that is too long has a file of its own"
+
+
+def test_a_turn_that_fails_closes_no_descriptor_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, opened = AuditLog(tmp_path / "audit", bytes_max=1), list[int]()
+    log.write({"number": 1})
+
+    def full(source: Path, target: object) -> Path:
+        opened.append(os.open(os.devnull, os.O_RDONLY))  # as another thread may at this moment
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            log.write({"number": 2})
+    (own,) = opened
+    assert os.path.sameopenfile(own, own), "it is open"
+    os.close(own)
+    log.write({"number": 3})
+    assert [one["number"] for name in ("audit.1", "audit") for one in lines(tmp_path / name)] == [1, 3]
 
 
 def test_several_writers_lose_nothing(tmp_path: Path) -> None:

@@ -335,3 +335,32 @@ def test_the_thread_looks_by_itself(file: KeyFile, monkeypatch: pytest.MonkeyPat
             break
     found.stop()
     assert json.loads(file.path.read_text())["keys"][0]["used"] is not None
+
+
+def test_a_look_that_fails_in_an_unknown_way_is_not_the_last(
+    file: KeyFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("samovar.router.identities.identities.LOOK_S", 0.01)
+    file = KeyFile(file.path)
+    file.create("kitchen")
+    found = wing.Identities(AuthSettings(keys_file=file.path), file, 1.0)
+    failed, looks, mark = threading.Event(), threading.Semaphore(0), file.mark
+
+    def broken() -> tuple[int, int, int]:
+        failed.set()
+        raise RuntimeError("planted")
+
+    def seen() -> tuple[int, int, int]:
+        looks.release()
+        return mark()
+
+    monkeypatch.setattr(file, "mark", broken)
+    found.start()
+    assert failed.wait(60)
+    _, key = file.create("garden")
+    monkeypatch.setattr(file, "mark", seen)
+    for _ in range(2):  # the second begins when the first has read the keys
+        assert looks.acquire(timeout=60), "it looks no more"
+    assert found.owner(key.encode()) == Caller("garden")
+    found.stop()
+    assert len([one for one in caplog.messages if "could not be looked at" in one]) == 1

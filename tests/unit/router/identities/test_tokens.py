@@ -20,7 +20,7 @@ from samovar.configs.optional_sections import OidcSettings, is_safe_url
 from samovar.configs.settings import Settings
 from samovar.router.auth import Caller
 from samovar.router.identities import IssuerKeys, TokenKeys, TokenVerifier
-from samovar.router.identities.tokens import REFRESH_S, STALE_S, UNKNOWN_S
+from samovar.router.identities.tokens import REFRESH_S, STALE_S, UNKNOWN_S, fetched
 from samovar.router.openai import AuthenticationFailed, Unavailable
 from tests.support.clock import Clock
 from tests.support.router.issuer import AUDIENCE, Issuer, part, running_issuer
@@ -282,6 +282,28 @@ def test_an_issuer_that_does_not_answer_is_outlived_for_a_while(
     assert found.owner(token) == Caller("kitchen")
 
 
+def test_a_fetch_that_fails_in_an_unknown_way_is_not_the_last(
+    issuer: Issuer, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = [RuntimeError("planted")]
+
+    def fetch(url: str) -> bytes:
+        if faults:
+            raise faults[0]
+        return fetched(url)
+
+    found = TokenVerifier(settings_of(issuer), IssuerKeys(issuer.url, fetch, clock), 1.0)
+    found.keys.refresh_if_due()
+    token = issuer.token().encode()
+    with pytest.raises(Unavailable, match="not known"):
+        found.owner(token)
+    assert "planted" in caplog.text
+    faults.clear()
+    clock.now_s += UNKNOWN_S
+    found.keys.refresh_if_due()
+    assert found.owner(token) == Caller("kitchen")
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
@@ -289,6 +311,7 @@ def test_an_issuer_that_does_not_answer_is_outlived_for_a_while(
         ({"jwks_uri": "http://keys.example/keys"}, "no jwks_uri with https"),
         ({"jwks_uri": None}, "no jwks_uri with https"),
         ({"jwks_uri": "file:///etc/passwd"}, "no jwks_uri with https"),
+        ({"jwks_uri": "https://idp.example.com:port/keys"}, "cannot be had"),
     ],
 )
 def test_a_discovery_of_another_is_not_believed(

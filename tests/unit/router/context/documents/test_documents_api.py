@@ -15,11 +15,13 @@ import httpx
 import pytest
 
 from samovar.cache_tiers.blocks import session_of, tenant_tag
+from samovar.configs.optional_sections import DocumentsSettings
 from samovar.replicas.messages import Failed, GenerateRequest
 from samovar.router.context.documents import DocumentShelf, document_session, place_documents
 from samovar.router.context.documents.store import FILE_NAME
-from samovar.router.context.knowledge import KnowledgeBase, KnowledgeError
+from samovar.router.context.knowledge import KnowledgeBase, KnowledgeError, StoreBusy
 from samovar.router.routing import SessionDirectory
+from tests.support.constants import move
 from tests.support.router.knowledge_desks import PostgresDesk
 from tests.support.router.router_harness import (
     KEY,
@@ -229,6 +231,28 @@ async def test_a_prefix_that_is_not_the_chats_is_seen(
                 assert questions(made)[-1].prompt_token_ids[: len(ids)] != ids, "so the test above fails"
 
 
+async def test_texts_in_memory_are_bounded_in_bytes_not_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two of these texts have fewer characters, and more bytes.
+    move(monkeypatch, DocumentsSettings, text_cache_bytes_max=1500)
+    made, reads = house(tmp_path), list[str]()
+    store = shelf_of(made).store
+    text = store.text
+
+    def seen(tenant: str, document: str) -> str | None:
+        reads.append(document)
+        return text(tenant, document)
+
+    async with opened(made) as client:
+        one, other = [(await added(made, client, word * 300, prefill="never"))["id"] for word in "яю"]
+        monkeypatch.setattr(store, "text", seen)
+        for named in (one, one, other, one):
+            answer = await client.post("/v1/chat/completions", json=chat(documents=[named]))
+            assert answer.status_code == 200, answer.text
+        assert reads == [one, other, one]
+
+
 async def test_documents_stand_in_one_order_and_once(tmp_path: Path) -> None:
     made = house(tmp_path)
     async with opened(made) as client:
@@ -279,6 +303,27 @@ async def test_a_wish_that_comes_while_its_document_is_prefilled_counts(tmp_path
         assert (again.status_code, again.json()["prefill"]["wanted"]) == (202, "auto"), (
             "no body: the defaults"
         )
+
+
+async def test_a_wish_at_another_ingress_counts_while_its_document_is_prefilled(tmp_path: Path) -> None:
+    made, other = (house(tmp_path, prefill_step_tokens=32) for _ in range(2))
+    gate, plain = asyncio.Event(), made.replicas.script
+    made.replicas.script = lambda request: [gate, *plain(request)]
+    async with opened(made) as client, opened(other) as elsewhere:
+        answer = await client.post(ROUTE, json={"text": TEXT * 9, "prefill": "auto"})
+        path = f"{ROUTE}/{answer.json()['id']}"
+        working = asyncio.create_task(worked(made))
+        await until(lambda: bool(steps(made)))
+        changed = await elsewhere.post(f"{path}/prefill", json={"prefill": "always"})
+        assert changed.status_code == 202, changed.text
+        await worked(other)
+        gate.set()
+        await working
+        assert {step.stores_all for step in steps(other)} == {True}
+        assert [step.stores_all for step in steps(made)] == [False], "it has lost the document"
+        card = (await client.get(path)).json()
+        assert (card["prefill"]["wanted"], card["prefill"]["state"]) == ("always", "computed")
+        assert card["prefill"]["tokens"] == card["tokens"]
 
 
 async def test_a_replica_that_is_lost_leaves_the_prefill_for_later(tmp_path: Path) -> None:
@@ -428,6 +473,41 @@ async def test_a_deletion_that_fails_in_an_unknown_way_is_not_tried_without_a_pa
         for _ in range(4):
             await shelf.work()
         assert tries == 2, "one call, and one look in the background"
+
+
+@pytest.mark.guarantee("G12")
+async def test_chunks_that_are_written_beside_a_deletion_go_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another ingress deletes their document just before, and who writes them cannot take them back."""
+    first = house(tmp_path)
+    monkeypatch.setitem(SHARED, "busy_s", 0.05)
+    second, loop, answers = house(tmp_path), asyncio.get_running_loop(), list[httpx.Response]()
+    base = first.service.stage("knowledge")
+    assert isinstance(base, KnowledgeBase)
+    write = base.store.write
+
+    def full(tenant: str, entries: Any) -> int:
+        raise StoreBusy("another one writes")
+
+    async with opened(first) as client, opened(second) as other:
+        path = f"{ROUTE}/{(await client.post(ROUTE, json={'text': TEXT, 'prefill': 'never'})).json()['id']}"
+
+        def late(*given: Any, **more: Any) -> Any:
+            deletion = asyncio.run_coroutine_threadsafe(other.delete(path), loop)
+            answers.append(deletion.result(60))
+            return write(*given, **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(base.store, "write", late)
+            patched.setattr(base.store, "erase_all", full)
+            await worked(first)
+        (answer,) = answers
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "clear_incomplete"), "it has to wait"
+        again = await other.delete(path)
+        assert (again.status_code, again.json()["chunks"]) == (200, 1)
+        assert (await client.get("/v1/knowledge")).json()["data"] == []
+        assert (await client.get(path)).status_code == 404
 
 
 async def test_nothing_of_an_erased_document_is_in_any_file(

@@ -31,6 +31,7 @@ from samovar.router.context.documents import (
 from samovar.router.context.documents.pdf_reader import text_of_pdf
 from samovar.router.context.documents.text import PROGRAM
 from samovar.router.openai import ChatMessage
+from tests.house import ROOT
 from tests.support.pdfs import bomb, file_of, pdf_of
 
 SETTINGS = DocumentsSettings()
@@ -62,6 +63,22 @@ def test_chunks_hold_all_words_in_order_and_none_is_too_long(seed: int) -> None:
     assert all(0 < len(chunk) <= most for _, chunk in chunks)
     assert all(len(title) <= 200 for title, _ in chunks)
     assert "".join(words(" ".join(chunk for _, chunk in chunks))) == "".join(words(text))
+
+
+LONG = """
+from samovar.router.context.compaction import pieces_of
+from samovar.router.context.documents import chunks_of
+from samovar.router.openai import ChatMessage
+text = "x" * 2**25
+assert "".join(one for _, one in chunks_of(text, "", False, 256)) == text
+made = pieces_of([ChatMessage("user", text)], [0], 256, 2**20)
+assert "".join(one.text for one in made) == "user: " + text
+"""
+
+
+def test_a_text_without_breaks_is_cut_in_time_of_its_length() -> None:
+    # To copy the rest for each piece takes minutes.
+    subprocess.run([sys.executable, "-c", LONG], cwd=ROOT, check=True, timeout=60)
 
 
 def test_a_section_of_markdown_is_found_by_its_heading() -> None:

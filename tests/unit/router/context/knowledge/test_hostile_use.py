@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from samovar.router.context.knowledge import (
     Change,
     Check,
     Content,
+    Found,
     KnowledgeError,
     Limits,
     PlacedTurn,
@@ -96,6 +98,95 @@ assert [one.content.title for one in made] == ["a", "b"], made
 def test_markdown_of_any_shape_is_read_in_time_of_its_length() -> None:
     # A pattern that takes quadratic time holds the interpreter for hours: no timeout inside would help.
     subprocess.run([sys.executable, "-c", LONG], cwd=ROOT, check=True, timeout=60)
+
+
+SCHEMA = """
+import sys
+from samovar.configs.json_text import parse_json
+from samovar.router.context.knowledge import Check, Found, broken
+schema, text = parse_json(sys.stdin.read())
+print(broken(Check(json_schema=schema), text, Found((), text, (text,))))
+"""
+SLOW = "(?:a|aa)+[0-9]{1}"
+SLOW_ON = "a" * 300
+DOUBLED = {f"a{number}": {"allOf": [{"$ref": f"#/$defs/a{number + 1}"}] * 2} for number in range(40)}
+DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{number}/schema#" for number in (4, 7))
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "told"),
+    [
+        ({"type": "string", "pattern": SLOW}, SLOW_ON, "it takes longer than"),
+        ({"patternProperties": {SLOW: True}}, {SLOW_ON: 1}, "it takes longer than"),
+        ({"additionalProperties": False, "patternProperties": {SLOW: True}}, {SLOW_ON: 1}, "it takes longer"),
+        ({"allOf": [{"$schema": DRAFT_7, "pattern": SLOW}]}, SLOW_ON, "it takes longer than"),
+        ({"$schema": DRAFT_7, "allOf": [{"pattern": SLOW}]}, SLOW_ON, "it takes longer than"),
+        ({"$ref": "#/$defs/a0", "$defs": {**DOUBLED, "a40": {}}}, 1, "it takes longer than 2 s"),
+        ({"$ref": "#"}, 1, "leads back to itself"),
+        ({"uniqueItems": True}, [{"n": number} for number in range(30_000)], "None"),
+        ({"unevaluatedProperties": False, "patternProperties": {SLOW: True}}, {SLOW_ON: 1}, "not followed"),
+        ({"unevaluatedItems": False}, [1], "not followed"),
+    ],
+)
+def test_schemas_that_take_a_machine_end_in_time_and_are_told(
+    schema: dict[str, Any], value: Any, told: str
+) -> None:
+    # As above: what does not end holds the interpreter, or this thread, for ever.
+    asked = json.dumps([schema, json.dumps(value)])
+    ran = subprocess.run(
+        [sys.executable, "-c", SCHEMA],
+        cwd=ROOT,
+        check=True,
+        timeout=60,
+        input=asked,
+        capture_output=True,
+        text=True,
+    )
+    assert told in ran.stdout
+
+
+def schema_fault(schema: dict[str, Any], value: Any) -> str | None:
+    text = json.dumps(value)
+    return broken(Check(json_schema=schema), text, Found((), text, (text,)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "poem"},
+        {"$schema": 5},
+        {"$ref": "#/x", "x": 5},
+        {"$ref": "#/x", "x": {"properties": 5}},
+        {"$ref": "http://127.0.0.1:1/schema"},
+    ],
+)
+def test_what_is_no_schema_is_told_and_fails_nothing_else(schema: dict[str, Any]) -> None:
+    assert (schema_fault(schema, {}) or "").startswith("json_schema is no schema")
+
+
+OPEN = {"properties": {"a": True}, "patternProperties": {"^x-": True}}
+TREE = {"type": "object", "properties": {"below": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "holds", "breaks"),
+    [
+        ({"pattern": "^a+$"}, ["aaa", 5], ["b"]),
+        ({"patternProperties": {"^x-": {"type": "integer"}}}, [{"x-a": 1, "a": "1"}, 5], [{"x-a": "1"}]),
+        ({**OPEN, "additionalProperties": False}, [{"a": 1, "x-b": 1}, [1]], [{"b": 1}]),
+        ({**OPEN, "additionalProperties": {"type": "integer"}}, [{"a": "", "x-b": "", "b": 1}], [{"b": ""}]),
+        (
+            {"uniqueItems": True},
+            [[1, True, "1", None, [1], [True], {"n": 1}, {"n": True}, {}, []], 5],
+            [[1, 1.0], [{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}]],
+        ),
+        (TREE, [{"below": {"below": {}}}], [{"below": {"below": 1}}]),
+        ({"$schema": DRAFT_4, "items": {"minimum": 1, "exclusiveMinimum": True}}, [[2]], [[1]]),
+    ],
+)
+def test_plain_schemas_are_followed(schema: dict[str, Any], holds: list[Any], breaks: list[Any]) -> None:
+    assert [schema_fault(schema, one) for one in holds] == [None] * len(holds)
+    assert None not in [schema_fault(schema, one) for one in breaks]
 
 
 async def test_questions_end_in_time_and_leave_nothing_behind(tmp_path: Path) -> None:

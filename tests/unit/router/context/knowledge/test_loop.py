@@ -311,6 +311,17 @@ async def test_what_a_person_confirms_must_not_break_the_kept_questions(loop: Lo
         assert (await client.get(QUESTIONS)).json()["data"] == []
 
 
+@pytest.mark.parametrize("turn", ["", "\u200b"])
+async def test_deleting_an_entry_of_no_turn_leaves_the_kept_questions(loop: Loop, turn: str) -> None:
+    async with loop.house.client() as client:
+        kept = [{"question": QUESTION, "checks": [{"contains": "reversals"}]}]
+        await client.post(QUESTIONS, json={"questions": kept})
+        card = (await client.post(KB, json={"kind": "gotcha", "text": "x", "turn": turn})).json()
+        assert card["turn"] is None
+        assert (await client.delete(f"{KB}/{card['id']}")).status_code == 200
+        assert (await client.get(QUESTIONS)).json()["data"] == kept
+
+
 AUTO: dict[str, Any] = {"auto_of": ["local"], "auto_evidence": "verdict", "auto_share_max": 1.0}
 
 

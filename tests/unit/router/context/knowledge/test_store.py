@@ -26,6 +26,7 @@ from samovar.router.context.knowledge import (
     Limits,
     LoopRecord,
     PlacedTurn,
+    Provenance,
     QuotaExceeded,
     RecordBounds,
     SqliteStore,
@@ -272,6 +273,14 @@ def test_records_go_with_their_entry_session_and_tenant_and_leave_no_byte(desk: 
     assert left() == "q"
     desk.store.erase("tea", None)
     assert left() == ""
+
+
+def test_an_entry_whose_turn_is_empty_takes_no_record_without_a_turn_with_it(desk: Desk) -> None:
+    """Versions of before have one: what a client sent is now cleaned to none."""
+    (made,) = desk.store.write("tea", [Change(content("kept"), Provenance("me", turn=""))], LIMITS)
+    desk.store.records.put("tea", LoopRecord("questions", "q", "[]"), RecordBounds(9, 10_000))
+    assert desk.store.erase("tea", made.ref.entry) == 1
+    assert [one.id for one in desk.store.records.find("tea", "questions")] == ["q"]
 
 
 @pytest.mark.guarantee("G12")
