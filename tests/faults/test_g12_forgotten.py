@@ -850,3 +850,16 @@ def test_g12_a_disk_that_could_not_be_opened_is_left_of_a_clear(tmp_path: Path) 
     node = started("again")
     assert node.clear(Clear(TENANT, SESSION)).unreachable == ()
     node.close()
+
+
+def test_g12_a_bucket_that_could_not_be_opened_is_left_of_a_clear(tmp_path: Path) -> None:
+    bucket = {"bucket": "kv", "prefix": "a/../b"}
+    settings = TierSettings.model_validate({"nvme": {"bytes_max": 0}, "s3": bucket})
+    built = build_tiers(settings, tmp_path / "kv", make_cpu=HeapTier, wall_clock=time.time)
+    assert "must not climb" in built.off["s3"]
+    ports = NodePorts(time.monotonic, time.time, records_of(StagingBuffer(MIB, keep_s=1.0)))
+    node = TierNode(settings, built, NodeIdentity("node", "first"), ports, workers=0)
+    node.start()
+    cleared = node.clear(Clear(TENANT))
+    assert (cleared.unreachable, cleared.is_noted) == (("s3",), False)
+    node.close()
