@@ -139,6 +139,26 @@ def test_f08_failures_in_a_row_open_the_breaker_and_a_probe_closes_it() -> None:
     assert node.load(sample(1)) is not None
 
 
+def test_a_delete_does_not_take_the_one_trial_of_a_tier() -> None:
+    """It said nothing of how it went, and the tier stayed away for as long as before."""
+    slow = faulty(MemoryTier("nvme", MIB))
+    node = bench([slow])
+    kept, brief = sample(1, placement=LOW), sample(2, placement=Placement("nvme", (), ttl_s=5.0))
+    node.store(kept)
+    node.store(brief)
+    slow.update(FAILING)
+    for _ in range(3):
+        assert fetch_from(node, kept, "nvme", 1.0) is not None
+    assert node.node.stats().tiers[1].state == "open"
+    slow.update(FaultSettings())
+    node.clock.now_s += 10  # its time is over, and a trial is due
+    node.node.tick()
+    assert node.node.stats().tiers[1].state == "up"
+    assert slow.bytes_held() == kept.record.nbytes, "what was pending is deleted"
+    assert node.load(kept) is not None
+    node.node.check_integrity()
+
+
 def test_more_fetches_than_allowed_are_refused() -> None:
     tier = MemoryTier("nvme", MIB)
     node = bench([tier], settings=TierSettings(fetch_max=1))
