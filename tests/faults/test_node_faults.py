@@ -14,6 +14,7 @@ from samovar.cache_tiers.blocks.extent import Address, Clear, Placement
 from samovar.cache_tiers.blocks.record import Record
 from samovar.cache_tiers.media.faults import FaultyTier
 from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.messages import BadReport, Fetch, FetchFailed
 from samovar.configs.sections import FaultSettings, TierSettings
 from tests.support.constants import tuned
@@ -118,6 +119,28 @@ def test_f08_a_slow_tier_ends_at_the_deadline_and_no_threads_pile_up() -> None:
     slow.update(FaultSettings())
     slow.close()
     node.node.check_integrity()
+
+
+class Watched(HeapTier):
+    """Main memory that notes how long each write may take."""
+
+    def __init__(self) -> None:
+        super().__init__(MIB)
+        self.given_s: list[float] = []
+
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
+        self.given_s.append(deadline.seconds)
+        super().put(address, record, deadline=deadline)
+
+
+def test_f08_a_promotion_has_no_more_time_than_its_fetch() -> None:
+    """It had that of a store: where main memory hung, the request waited for so long."""
+    memory = Watched()
+    node, wanted = bench([memory, MemoryTier("nvme", MIB)]), sample(1, placement=LOW)
+    node.store(wanted)
+    assert fetch_from(node, wanted, "nvme", 0.5) is None
+    assert node.copies(wanted) == ("cpu", "nvme")
+    assert memory.given_s == [pytest.approx(0.5)]
 
 
 def test_f08_failures_in_a_row_open_the_breaker_and_a_probe_closes_it() -> None:
