@@ -264,6 +264,8 @@ def _said(operation: str, error: ClientError) -> TierError | BadRecord:
     # Not any 404: a missing bucket or a wrong endpoint answers that too, and is not a miss.
     if code == "NoSuchKey" and operation in {"get", "copy", "delete"}:
         return TierMiss(f"{operation}: not there")
+    if code == "InvalidObjectState" and operation in {"get", "copy"}:  # the bucket is well
+        return TierMiss(f"{operation}: archived")
     return S3Error(operation, code if _CODE.fullmatch(code) else f"status {status}", status)
 
 
