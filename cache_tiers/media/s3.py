@@ -416,10 +416,10 @@ class S3Tier(Tier):
     def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline: Deadline) -> bool:
         """Delete what a tenant had when last marked as cleared, except what `is_known`.
 
-        Returns False if the time was up before all of it was seen. Raises `TierError`.
+        Returns False if the time was up before all of it was seen, or no mark is. Raises `TierError`.
         """
         at_unix_s = self._clears.whole_at(tenant)
-        return at_unix_s is None or self._purge(tenant, at_unix_s, is_known, deadline)
+        return at_unix_s is not None and self._purge(tenant, at_unix_s, is_known, deadline)
 
     def is_marked(self, address: Address, session: bytes, deadline: Deadline) -> bool:
         put_unix_s = self._objects.put_at(self._keys.record(address), deadline)
@@ -690,6 +690,7 @@ class S3Clears:
         self._sessions: TenantRows[float] = TenantRows(settings.clears_max)
         self._whole: dict[bytes, float] = {}
         self._wanted: dict[bytes, None] = {}  # tenants of `whole` that were cleared explicitly
+        self._own: dict[bytes, float] = {}  # whole tenants marked here and not asked for since
         self._oldest_unix_s = float("inf")
         self._looks: deque[tuple[float, float]] = deque()  # when, and the time of the newest mark then
 
@@ -699,6 +700,8 @@ class S3Clears:
         for at in range(0, len(sessions), SESSIONS_MAX):
             key = self._keys.mark(clears[0].tenant, sessions[at : at + SESSIONS_MAX], secrets.token_hex(8))
             self._put(key, deadline)
+            if None in sessions:
+                self._own[clears[0].tenant] = self._objects.put_at(key, deadline)
 
     def look(self) -> list[Clear]:
         """List the marks and return what they clear. Raises `TierError`."""
@@ -734,7 +737,12 @@ class S3Clears:
         return dict(self._whole)
 
     def whole_at(self, tenant: bytes) -> float | None:
-        """Ask the bucket when a tenant was last cleared as a whole. Raises `TierError`."""
+        """Return when a tenant was last cleared as a whole: as just marked here, else as the bucket lists it.
+
+        A listing may not show the newest mark yet. Raises `TierError`.
+        """
+        if (own_unix_s := self._own.pop(tenant, None)) is not None:
+            return own_unix_s
         return self._newest(self._pages(self._keys.clears_of(tenant)), {Clear(tenant)})
 
     def is_marked(self, tenant: bytes, session: bytes, put_unix_s: float, marks: Iterable[Listed]) -> bool:

@@ -143,6 +143,25 @@ def test_a_purge_ends_by_its_deadline_and_says_that_there_is_more(stub: Stub) ->
     tier.close()
 
 
+def test_g12_a_purge_goes_by_its_own_mark_which_no_listing_shows_yet(stub: Stub) -> None:
+    """It found no mark, and said that all was deleted."""
+    put(stub, sample(1, placement=IN_S3))
+    tier = S3Tier(stub.settings(), time.time)
+
+    def lags(to: Answering, request: Request) -> None:
+        if "list-type" in request.query and "/clears/" in request.query["prefix"][0]:
+            to.answer(200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
+        else:
+            stub.behave(to, request)
+
+    stub.misbehave = lags
+    tier.mark_cleared([Clear(TENANT)], Deadline(20.0))
+    assert tier.purge(TENANT, lambda address: False, Deadline(20.0))
+    assert records(stub) == []
+    assert not tier.purge(TENANT, lambda address: False, Deadline(20.0)), "of whom no mark is known"
+    tier.close()
+
+
 def test_g12_bad_records_of_a_tenant_go_with_it(stub: Stub) -> None:
     wanted = sample(1, placement=IN_S3)
     put(stub, wanted)
