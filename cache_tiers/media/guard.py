@@ -344,13 +344,19 @@ class GuardedTier:
         self.count("written_bytes", record.nbytes)
 
     def delete(
-        self, address: Address, deadline_s: float, when_late: Callable[[], None] | None = None
+        self,
+        address: Address,
+        deadline_s: float,
+        when_late: Callable[[], None] | None = None,
+        *,
+        unused_s: float = 0.0,
     ) -> None:
-        """Delete as `Tier.delete`; `when_late`: see `call`.
+        """Delete as `Tier.delete`; `when_late`: see `call`; `unused_s`: see `Tier.is_shared`.
 
         Success is no evidence of health, since the extent may not be there.
         """
-        delete = partial(self.tier.delete, address)
+        delete: Callable[..., None] = self.tier.delete
+        delete = partial(delete, address, unused_s) if unused_s else partial(delete, address)
         self.call(delete, Deadline(deadline_s), when_late, counts_as_health=False)
 
     def quarantine(self, address: Address, deadline_s: float, when_late: Callable[[], None]) -> None:

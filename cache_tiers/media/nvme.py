@@ -749,12 +749,26 @@ class RecordFiles:
         Raises `BadRecord("truncated"|"oversized")`, `BadRecord("magic")` if it is not a file,
         `BadRecord(UNREADABLE)` if the disk fails there again and not elsewhere, `OSError`, `TierError`.
         """
+        if min(start, nbytes) < 0:
+            raise TierError(f"no bytes are at [{start}, {start + nbytes})")
+        fd = -1
         try:
-            data = self._read(path, start, nbytes, deadline, length, room)
+            fd = files.open_old(self._calls, path, self.align)
+            found = self._calls.fstat(fd).st_size
+            least = start + nbytes if length is None else length
+            if found < least or (length is not None and found > length):
+                kind = "truncated" if found < least else "oversized"
+                raise BadRecord(kind, f"a file of {found} bytes, not of {least}")
+            data = files.read_range(
+                self._calls, fd, start, nbytes, align=self.align, deadline=deadline, room=room
+            )
         except OSError as error:
             if error.errno in BAD_SECTOR and self._fails_alone(path):
                 raise BadRecord(UNREADABLE, f"{error.strerror}, and not for the first time") from error
             raise
+        finally:
+            if fd >= 0:
+                self._calls.close(fd)
         if self._failing:
             with self._lock:
                 self._failing = {other: True for other in self._failing if other != path}
@@ -769,24 +783,6 @@ class RecordFiles:
             while len(self._failing) > FAILING_MAX:
                 del self._failing[next(iter(self._failing))]
         return False
-
-    def _read(
-        self, path: str, start: int, nbytes: int, deadline: Deadline, length: int | None, room: Bytes | None
-    ) -> Bytes:
-        if min(start, nbytes) < 0:
-            raise TierError(f"no bytes are at [{start}, {start + nbytes})")
-        fd = files.open_old(self._calls, path, self.align)
-        try:
-            found = self._calls.fstat(fd).st_size
-            least = start + nbytes if length is None else length
-            if found < least or (length is not None and found > length):
-                kind = "truncated" if found < least else "oversized"
-                raise BadRecord(kind, f"a file of {found} bytes, not of {least}")
-            return files.read_range(
-                self._calls, fd, start, nbytes, align=self.align, deadline=deadline, room=room
-            )
-        finally:
-            self._calls.close(fd)
 
     def examine(self, path: str, format: RecordFormat) -> tuple[ExtentHeader, os.stat_result]:
         """Return a file's header, which must be whole and at its path. Raises `BadRecord`, `OSError`.

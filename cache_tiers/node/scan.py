@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -220,13 +220,13 @@ class TierScans:
         finally:
             if tier.is_shared:
                 self._heard.set()
+            gone = tier.bad_found().gone
             with self._state.lock:
                 self._cleared.pop(guard.name, None)
+                self._forget(guard.name, gone)
         is_whole = not tier.is_shared or (not undeleted and self._settle(tier))
         with self._state.lock:
-            for address in unseen:
-                if (eviction := self._state.catalog.lose(address, guard.name)) is not None:
-                    self._state.catalog.dropped(eviction)
+            self._forget(guard.name, unseen)
             self.unknown.discard(guard.name)
             if tier.is_shared:
                 self._rescan_later(is_whole=is_whole)
@@ -239,6 +239,12 @@ class TierScans:
             logger.warning("%s tier: served, though the bucket does not say what was cleared", guard.name)
         guard.ready = True
         logger.info("%s tier: %d records found", guard.name, found)
+
+    def _forget(self, name: TierName, addresses: Iterable[Address]) -> None:
+        """Forget what is not in a tier any more. Requires the state's lock."""
+        for address in addresses:
+            if (eviction := self._state.catalog.lose(address, name)) is not None:
+                self._state.catalog.dropped(eviction)
 
     def _purge_quarantine(self, guard: GuardedTier) -> None:
         """Delete the bad records of tenants with a pending clear: what is bad is known now, too."""
