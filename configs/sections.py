@@ -192,7 +192,9 @@ class S3TierSettings(Section):
     region: Text = Field("us-east-1", description="region of the bucket")
     access_key_id: SecretStr | None = Field(None, description="empty = the usual AWS chain (role, env, file)")
     secret_access_key: SecretStr | None = Field(None, description="secret of access_key_id")
-    bytes_max: int = Field(64 * GIB, ge=0, le=1024 * TIB, description="bytes this node may hold there")
+    bytes_max: int = Field(
+        64 * GIB, ge=0, le=1024 * TIB, description="bytes of the prefix, all nodes together"
+    )
     connect_s: float = Field(1.0, gt=0, le=60, description="time to connect")
     read_s_max: float = Field(10.0, gt=0, le=600, description="upper bound of the wait for an answer")
     attempts_max: int = Field(2, ge=1, le=10, description="attempts per call, including the first")

@@ -86,8 +86,9 @@ class Record:
         return int(self.data.nbytes)
 
 
-KINDS = ("magic", "version", "header", "truncated", "oversized", "namespace", "key", "checksum")
-"""Why a record is bad. `truncated`, `oversized`: wrong size; `header`: an inconsistent header."""
+KINDS = ("magic", "version", "header", "truncated", "oversized", "namespace", "key", "checksum", "unreadable")
+"""Why a record is bad. `truncated`, `oversized`: wrong size; `header`: an inconsistent header;
+`unreadable`: the disk fails at its place."""
 
 HEADER_ALIGN = 4096
 PREFIX_BYTES = 64

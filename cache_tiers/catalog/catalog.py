@@ -265,8 +265,7 @@ class Catalog:
     ) -> tuple[Eviction, ...]:
         """Adopt a record that a scan found; return what to evict for it, or itself if it may not stay.
 
-        `is_cleared`: the session that made it was cleared since. A record that is already known, or being
-        written or deleted, is left alone.
+        `is_cleared`: its session was cleared since. What is known, being written or deleted is left alone.
         """
         header, address = scanned.header, scanned.header.address
         known = self._registry.get(address)
@@ -389,9 +388,12 @@ class Catalog:
         share = self._share_bytes(tier, address.tenant)
         room = books.make_room(address.tenant, nbytes, share, now_s, self._may_go, is_there=True)
         copy = HeldCopy(extent, tier, nbytes, self.transfers.next_generation(), self.prices)
-        if isinstance(room, str):
-            return (self.transfers.drop_stranger(tier, address, nbytes, "room"),)
-        if room != ([], []) and books.order([copy, *room[0], *room[1]], now_s)[-1] is not copy:
+        if isinstance(room, str) or (
+            room != ([], []) and books.order([copy, *room[0], *room[1]], now_s)[-1] is not copy
+        ):
+            is_young = now_s - extent.last_used_s <= ADOPTED_IDLE_SHARE * extent.placement.ttl_s
+            if TIERS.kind(tier).is_shared and session is not None and is_young:
+                return ()  # another node may use it
             return (self.transfers.drop_stranger(tier, address, nbytes, "room"),)
         evictions = self._make(room)
         if self._registry.get(address) is None:
@@ -417,7 +419,8 @@ class Catalog:
         self._books[copy.tier].evict(copy, self._now_s())
         self._refile(copy.extent)
         self._remove_if_nowhere(copy.extent, reason)
-        eviction = Eviction(copy.tier, copy.extent.address, copy.nbytes, copy.generation, reason)
+        unused_s = copy.extent.placement.ttl_s if reason == "expired" else 0.0
+        eviction = Eviction(copy.tier, copy.extent.address, copy.nbytes, copy.generation, reason, unused_s)
         return self.transfers.drop(eviction, transfer)
 
     def _add(self, copy: HeldCopy) -> None:

@@ -26,13 +26,17 @@ RefuseReason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A record to delete from `tier`, then report to `Catalog.dropped`: its bytes count until then."""
+    """A record to delete from `tier`, then report to `Catalog.dropped`: its bytes count until then.
+
+    `unused_s`: of one that has expired here, after how long; another node may use it in a shared tier.
+    """
 
     tier: TierName
     address: Address
     nbytes: int
     generation: int
     reason: EvictReason
+    unused_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,9 +99,9 @@ class FaultyTier(TierAround):
             data[bit // 8] ^= 1 << bit % 8
         return data
 
-    def delete(self, address: Address) -> None:
+    def delete(self, address: Address, unused_s: float = 0.0) -> None:
         self._begin("delete")
-        self.inner.delete(address)
+        super().delete(address, unused_s)
 
     def quarantine(self, address: Address) -> None:
         self._begin("quarantine")

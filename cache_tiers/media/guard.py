@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -68,7 +69,7 @@ class Breaker:
     def allows(self) -> bool:
         """Return whether the tier may be called now; in half-open, True makes that call the trial.
 
-        After True, the caller must report `succeeded` or `failed`.
+        After True, the caller must report `succeeded`, `failed` or `untried`.
         """
         if self._state == "closed":
             return True
@@ -79,6 +80,11 @@ class Breaker:
         self._state = "half-open"
         self._since_s = now_s
         return True
+
+    def untried(self) -> None:
+        """Give back a trial that was not made: the next call may be it. Ignored unless half-open."""
+        if self._state == "half-open":
+            self._since_s = -math.inf
 
     def succeeded(self) -> None:
         """Record an answered call (a miss is an answer); ignored while open: it is a late one."""
@@ -338,13 +344,19 @@ class GuardedTier:
         self.count("written_bytes", record.nbytes)
 
     def delete(
-        self, address: Address, deadline_s: float, when_late: Callable[[], None] | None = None
+        self,
+        address: Address,
+        deadline_s: float,
+        when_late: Callable[[], None] | None = None,
+        *,
+        unused_s: float = 0.0,
     ) -> None:
-        """Delete as `Tier.delete`; `when_late`: see `call`.
+        """Delete as `Tier.delete`; `when_late`: see `call`; `unused_s`: see `Tier.is_shared`.
 
         Success is no evidence of health, since the extent may not be there.
         """
-        delete = partial(self.tier.delete, address)
+        delete: Callable[..., None] = self.tier.delete
+        delete = partial(delete, address, unused_s) if unused_s else partial(delete, address)
         self.call(delete, Deadline(deadline_s), when_late, counts_as_health=False)
 
     def quarantine(self, address: Address, deadline_s: float, when_late: Callable[[], None]) -> None:
@@ -398,12 +410,13 @@ class GuardedTier:
     ) -> T:
         """Run `operate()` in another thread and wait for it until the deadline.
 
-        `counts_as_health`: its success shows that the tier is well. Raises what it raises (`TierError`,
-        `BadRecord`), `TierDown`, or `TierLate`; after `TierLate`, `when_late` is called, from any thread, as
-        soon as `operate` has ended (or will no longer begin).
+        `counts_as_health`: its success shows that the tier is well; else it is not made as a trial. Raises
+        what it raises (`TierError`, `BadRecord`), `TierDown`, or `TierLate`; after `TierLate`, `when_late` is
+        called, from any thread, as soon as `operate` has ended (or will no longer begin).
         """
+        admit = partial(self._admit, may_try=counts_as_health)
         try:
-            future = self._executor.submit(partial(self._contained, operate), deadline, self._admit)
+            future = self._executor.submit(partial(self._contained, operate), deadline, admit)
         except TierLate:
             if when_late is not None:
                 when_late()
@@ -426,10 +439,10 @@ class GuardedTier:
             self._settle(None)
         return value
 
-    def _admit(self) -> None:
+    def _admit(self, *, may_try: bool) -> None:
         """Raise `TierDown` unless the breaker allows a call; its outcome has to be reported then."""
         with self._lock:
-            if not self._breaker.allows():
+            if self._breaker.state != "closed" and not (may_try and self._breaker.allows()):
                 raise TierDown(f"{self.name}: breaker open")
 
     def _contained(self, operate: Callable[[], T]) -> T:

@@ -146,6 +146,10 @@ class NvmeLedger:
 PROBE_S_MAX = 5.0
 UNREADABLE = "unreadable"
 """Kind of a bad record that the disk cannot read."""
+BAD_SECTOR = (errno.EIO, errno.ENODATA)
+"""What a disk answers that cannot read a place; the latter past the page cache."""
+FAILING_MAX = 64
+"""Files remembered that could not be read."""
 
 SWEEP_MAX = 16
 """Maximum number of litter files that one call tries to remove on the side."""
@@ -473,7 +477,7 @@ class NvmeTier(Tier):
         except TierError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
-            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EIO:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in BAD_SECTOR:
                 raise  # the state of the other files is unknown too
             problem, kind = str(error), UNREADABLE
         else:
@@ -655,6 +659,8 @@ class RecordFiles:
         self._sync = sync
         self._token = secrets.token_hex(4)  # in our temporary names, so that a write in flight is not swept
         self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._failing: dict[str, bool] = {}  # that could not be read -> whether others were since
 
     def path(self, address: Address) -> str:
         extent_id = address.extent_id.hex()
@@ -676,6 +682,8 @@ class RecordFiles:
 
         Raises `OSError`, `TierError`.
         """
+        with self._lock:
+            self._failing.pop(path, None)  # it will be another file
         temporary = self.temporary(path.removesuffix(RECORD))
         leaf = os.path.dirname(path)
         left = temporary
@@ -738,23 +746,43 @@ class RecordFiles:
         """Read bytes `[start, start + nbytes)` of a file that should be `length` long, if that is known.
 
         `room`: see `files.read_range`.
-        Raises `BadRecord("truncated"|"oversized")`, `BadRecord("magic")` if it is not a file, `OSError`,
-        `TierError`.
+        Raises `BadRecord("truncated"|"oversized")`, `BadRecord("magic")` if it is not a file,
+        `BadRecord(UNREADABLE)` if the disk fails there again and not elsewhere, `OSError`, `TierError`.
         """
         if min(start, nbytes) < 0:
             raise TierError(f"no bytes are at [{start}, {start + nbytes})")
-        fd = files.open_old(self._calls, path, self.align)
+        fd = -1
         try:
+            fd = files.open_old(self._calls, path, self.align)
             found = self._calls.fstat(fd).st_size
             least = start + nbytes if length is None else length
             if found < least or (length is not None and found > length):
                 kind = "truncated" if found < least else "oversized"
                 raise BadRecord(kind, f"a file of {found} bytes, not of {least}")
-            return files.read_range(
+            data = files.read_range(
                 self._calls, fd, start, nbytes, align=self.align, deadline=deadline, room=room
             )
+        except OSError as error:
+            if error.errno in BAD_SECTOR and self._fails_alone(path):
+                raise BadRecord(UNREADABLE, f"{error.strerror}, and not for the first time") from error
+            raise
         finally:
-            self._calls.close(fd)
+            if fd >= 0:
+                self._calls.close(fd)
+        if self._failing:
+            with self._lock:
+                self._failing = {other: True for other in self._failing if other != path}
+        return data
+
+    def _fails_alone(self, path: str) -> bool:
+        """Return whether a file that cannot be read could not be before, and others were since."""
+        with self._lock:
+            if self._failing.pop(path, False):
+                return True
+            self._failing[path] = False
+            while len(self._failing) > FAILING_MAX:
+                del self._failing[next(iter(self._failing))]
+        return False
 
     def examine(self, path: str, format: RecordFormat) -> tuple[ExtentHeader, os.stat_result]:
         """Return a file's header, which must be whole and at its path. Raises `BadRecord`, `OSError`.

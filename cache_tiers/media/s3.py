@@ -16,8 +16,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -30,17 +31,24 @@ from samovar.cache_tiers.blocks import (
     BadRecord,
     Bytes,
     Clear,
+    ExtentHeader,
     ForeignRecord,
     Record,
-    TenantRows,
     TierError,
     TierFull,
     TierMiss,
     TierName,
-    session_of,
 )
 from samovar.cache_tiers.media.guard import CallExecutor
-from samovar.cache_tiers.media.s3_client import SESSIONS_MAX, Listed, S3Error, S3Keys, S3Objects
+from samovar.cache_tiers.media.s3_client import (
+    SLACK_S,
+    Listed,
+    Pages,
+    S3Clears,
+    S3Error,
+    S3Keys,
+    S3Objects,
+)
 from samovar.cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
 from samovar.configs.sections import S3TierSettings
 
@@ -150,14 +158,18 @@ class S3Ledger:
 
     def end_listing(
         self, listed: Mapping[Address, int], unindexed_bytes: int, bad: Mapping[Address, int]
-    ) -> None:
-        """Replace the accounts by the listing, except for what it may not show yet."""
+    ) -> tuple[Address, ...]:
+        """Replace the accounts by the listing, except for what it may not show yet.
+
+        Returns the records that were there and are not any more; none where some are not indexed.
+        """
         began_s, self._began_s = self._began_s, math.inf
-        self._sizes = _newer(self._sizes, listed, self._changed_s, began_s)
+        before, self._sizes = self._sizes, _newer(self._sizes, listed, self._changed_s, began_s)
         self._sizes_bytes = sum(self._sizes.values())
         self._unindexed_bytes = unindexed_bytes
         self._bad = _newer(self._bad, bad, self._bad_changed_s, began_s)
         self._is_listed = True
+        return () if unindexed_bytes else tuple(address for address in before if address not in self._sizes)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming the account that is wrong."""
@@ -208,7 +220,6 @@ SCAN_FAILURES_MAX = 3
 
 DELETES_PER_PROBE = 64
 PROBE_BYTES = 64
-Pages = Callable[[str], Iterator[Listed]]
 PROBE_OLD_S = 600.0
 """A probe's object that is older is what a failed probe has left. Where clocks differ, one may be deleted
 while it is read back: that probe fails, and is tried again."""
@@ -334,6 +345,9 @@ class S3Tier(Tier):
         self._bad = S3Quarantine(self._objects, self._keys, self._ledger, self._lock)
         self._clears = S3Clears(self._objects, self._keys, self._pages, settings)
         self._probes = S3Probes(self._objects, self._keys, self._pages, wall_clock)
+        self._lives = S3Lives(
+            self._objects, self._keys, self._ledger, self._lock, self._clears, self._scanned, wall_clock
+        )
         self._unsettled: set[bytes] = set()  # tenants that the last listing did not judge in full
         self._unread = 0  # headers that the last listing could not read
         self._heed: Callable[[Sequence[Clear]], None] = _nobody_listens
@@ -353,10 +367,12 @@ class S3Tier(Tier):
                 with self._lock:
                     self._ledger.set(address, before)
             else:
-                self._undo(address)
+                self._lives.end(address)
             raise
         with self._lock:
             self._ledger.settle(address)
+        with contextlib.suppress(BadRecord):  # then no scan takes it in either
+            self._lives.was_put(self.format.decode_header(record.data), self._wall_clock())
 
     def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
         key = self._keys.record(address)
@@ -368,9 +384,10 @@ class S3Tier(Tier):
             raise BadRecord(kind, f"an object of {total} bytes, {known} were put")
         return data
 
-    def delete(self, address: Address) -> None:
-        self._objects.delete(self._keys.record(address), self._objects.deadline())
-        self._is_gone(address)
+    def delete(self, address: Address, unused_s: float = 0.0) -> None:
+        if not self._lives.is_used(address, unused_s):
+            self._objects.delete(self._keys.record(address), self._objects.deadline())
+            self._is_gone(address)
 
     def quarantine(self, address: Address) -> None:
         self._bad.put_aside(address)
@@ -416,10 +433,10 @@ class S3Tier(Tier):
     def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline: Deadline) -> bool:
         """Delete what a tenant had when last marked as cleared, except what `is_known`.
 
-        Returns False if the time was up before all of it was seen. Raises `TierError`.
+        Returns False if the time was up before all of it was seen, or no mark is. Raises `TierError`.
         """
         at_unix_s = self._clears.whole_at(tenant)
-        return at_unix_s is None or self._purge(tenant, at_unix_s, is_known, deadline)
+        return at_unix_s is not None and self._purge(tenant, at_unix_s, is_known, deadline)
 
     def is_marked(self, address: Address, session: bytes, deadline: Deadline) -> bool:
         put_unix_s = self._objects.put_at(self._keys.record(address), deadline)
@@ -469,10 +486,11 @@ class S3Tier(Tier):
 
     def bad_found(self) -> BadFound:
         with self._lock:
-            return self._bad_found.copy()
+            gone = tuple(one for one in self._bad_found.gone if self._ledger.size_of(one) is None)
+            return replace(self._bad_found.copy(), gone=gone)
 
     def touch(self, address: Address) -> None:
-        """Do nothing: an object's time can only be set by rewriting it, which is not worth a request."""
+        self._lives.touch(address)
 
     def bytes_held(self) -> int:
         """Return the bytes listed and put. Raises `TierError` before the first listing (`scan`)."""
@@ -492,6 +510,7 @@ class S3Tier(Tier):
     def close(self) -> None:
         """Close the tier; calls in flight end on their own, within boto3's time limits."""
         self._executor.close()
+        self._lives.close()
         self._objects.close()
 
     def check_integrity(self) -> None:
@@ -509,17 +528,6 @@ class S3Tier(Tier):
             if _is_there(self._objects, key, data, deadline):
                 return
         raise TierError("put: other bytes were read back")
-
-    def _undo(self, address: Address) -> None:
-        """Delete the object of a failed put: it must not stay."""
-        try:
-            self._objects.delete(self._keys.record(address), self._objects.deadline())
-        except TierError as error:
-            logger.warning("s3: a failed put may have left its object behind: %s", error)
-            with self._lock:
-                self._ledger.add_pending(address)
-        else:
-            self._is_gone(address)
 
     def _is_gone(self, address: Address, asked_s: float = math.inf) -> None:
         with self._lock:
@@ -603,7 +611,7 @@ class S3Tier(Tier):
             logger.warning("s3: %d bytes of older extents are not indexed, but count", unindexed_bytes)
         with self._lock:
             sizes = {address: size for address, _, size in found}
-            self._ledger.end_listing(
+            self._bad_found.gone = self._ledger.end_listing(
                 sizes, unindexed_bytes, {address: item.nbytes for address, item in bad.items()}
             )
         times = {address: item.modified_unix_s for address, item in bad.items()}
@@ -643,6 +651,7 @@ class S3Tier(Tier):
             is_same_place = (header.tenant, header.namespace) == (address.tenant, address.namespace)
             raise BadRecord("key" if is_same_place else "namespace", "of another extent than its key says")
         now_unix_s = self._wall_clock()
+        self._lives.was_put(header, modified_unix_s)
         is_cleared = self._clears.is_cleared(header.tenant, header.session, modified_unix_s)
         return Scanned(header, total, min(max(modified_unix_s, 0.0), now_unix_s), is_cleared)
 
@@ -651,148 +660,137 @@ def _nobody_listens(_clears: Sequence[Clear]) -> None:
     """Ignore marks; the default of `on_marks`."""
 
 
-MARK = b"cleared\n"
-SLACK_S = 1.0
-"""Clock slack: servers report whole seconds and many servers serve one bucket.
-
-What is newer than a mark by less than this counts as older.
-"""
-
-LOOKS_MAX = 32
-"""Maximum number of remembered looks, which bound the age of marks from below."""
+RENEW_AGAIN_S = 60.0
+"""So long after a read has an object put again, the next read may: if it failed, or while it goes on."""
+LIVES_MAX = 100_000
+"""Objects of which it is remembered when they were put; the oldest are not put again."""
 
 
-class S3Clears:
-    """Marks what was cleared in the bucket itself, so that no node's later listing takes it in.
+class S3Lives:
+    """How long objects stay: puts those again that are read, and deletes those that must not stay.
 
-    A mark is a small object with its own key (`S3Keys`). What is older than it, by the bucket's own clock,
-    was cleared; what is newer was put there afterwards. So nodes need not agree on the time, nor outlive each
-    other. A mark is deleted when a whole listing has been judged by it, some time after it was put.
+    A node deletes what it has not used for its `ttl_s`, unless it was put since. That others may see it, one
+    that is read in the second half of that time is put again: copied onto itself, beside other calls. What an
+    erasure is about is judged by when it was put: nothing is put again that is marked as cleared by then, and
+    what is marked meanwhile is deleted.
 
-    Of one bucket prefix. `pages`: lists a key prefix. `clock`: monotonic seconds.
-
-    `mark` is thread-safe; one thread at a time may `look`.
+    Of one bucket prefix. `ledger`, `lock`: the tier's. `scanned`: reads the header of what was put then.
     """
 
     def __init__(
         self,
         objects: S3Objects,
         keys: S3Keys,
-        pages: Pages,
-        settings: S3TierSettings,
-        clock: Callable[[], float] = time.monotonic,
+        ledger: S3Ledger,
+        lock: AbstractContextManager[object],
+        clears: S3Clears,
+        scanned: Callable[[Address, float, Deadline], Scanned],
+        wall_clock: Callable[[], float],
     ) -> None:
         self._objects = objects
         self._keys = keys
-        self._pages = pages
-        self._settings = settings
-        self._clock = clock
-        self._sessions: TenantRows[float] = TenantRows(settings.clears_max)
-        self._whole: dict[bytes, float] = {}
-        self._wanted: dict[bytes, None] = {}  # tenants of `whole` that were cleared explicitly
-        self._oldest_unix_s = float("inf")
-        self._looks: deque[tuple[float, float]] = deque()  # when, and the time of the newest mark then
+        self._ledger = ledger
+        self._lock = lock
+        self._clears = clears
+        self._scanned = scanned
+        self._wall_clock = wall_clock
+        self._executor = CallExecutor(1, "s3-lives")
+        self._own = threading.Lock()  # guards all below
+        self._due_unix_s: dict[Address, float] = {}  # from when on a read has it put again; oldest first
+        self._waiting: dict[Address, None] = {}
+        self._is_renewing = False
 
-    def mark(self, clears: Sequence[Clear], deadline: Deadline) -> None:
-        """Put marks for `clears`, all of one tenant, and read them back. Raises `TierError`."""
-        sessions = [clear.session for clear in clears]
-        for at in range(0, len(sessions), SESSIONS_MAX):
-            key = self._keys.mark(clears[0].tenant, sessions[at : at + SESSIONS_MAX], secrets.token_hex(8))
-            self._put(key, deadline)
+    def was_put(self, header: ExtentHeader, put_unix_s: float) -> None:
+        """Note when an object was put."""
+        with self._own:
+            self._due_unix_s.pop(header.address, None)
+            self._due_unix_s[header.address] = put_unix_s + header.placement.ttl_s / 2
+            if len(self._due_unix_s) > LIVES_MAX:
+                del self._due_unix_s[next(iter(self._due_unix_s))]
 
-    def look(self) -> list[Clear]:
-        """List the marks and return what they clear. Raises `TierError`."""
-        sessions: TenantRows[float] = TenantRows(self._settings.clears_max)
-        whole: dict[bytes, float] = {}
-        crowded: dict[bytes, float] = {}
-        oldest_unix_s, newest_unix_s = float("inf"), -float("inf")
-        now_s = self._clock()
-        for item in self._pages(self._keys.clears):
-            at_unix_s = item.modified_unix_s
-            for clear in self._keys.parse_mark(item.key):
-                oldest_unix_s, newest_unix_s = min(oldest_unix_s, at_unix_s), max(newest_unix_s, at_unix_s)
-                if clear.session is None:
-                    whole[clear.tenant] = max(whole.get(clear.tenant, at_unix_s), at_unix_s)
-                    continue
-                before = sessions.get(clear.tenant, clear.session)
-                lost = sessions.put(clear.tenant, clear.session, max(before or at_unix_s, at_unix_s))
-                if lost is not None:  # too many: clear the largest tenant as a whole
-                    crowded[lost[0]] = max(crowded.get(lost[0], lost[1]), lost[1])
-        self._wanted = dict.fromkeys(whole)
-        for tenant, at_unix_s in crowded.items():
-            whole[tenant] = max(whole.get(tenant, at_unix_s), at_unix_s)
-        self._sessions, self._whole, self._oldest_unix_s = sessions, whole, oldest_unix_s
-        self._looked(now_s, newest_unix_s)
-        clears = [Clear(tenant) for tenant in self._wanted]
-        return clears + [
-            Clear(tenant, session) for tenant in sessions.tenants() for session in sessions.names(tenant)
-        ]
-
-    @property
-    def whole(self) -> dict[bytes, float]:
-        """Return the tenants cleared as a whole, as of the last look, and when."""
-        return dict(self._whole)
-
-    def whole_at(self, tenant: bytes) -> float | None:
-        """Ask the bucket when a tenant was last cleared as a whole. Raises `TierError`."""
-        return self._newest(self._pages(self._keys.clears_of(tenant)), {Clear(tenant)})
-
-    def is_marked(self, tenant: bytes, session: bytes, put_unix_s: float, marks: Iterable[Listed]) -> bool:
-        """Return whether what was put then is cleared. `marks`: the tenant's, as they are listed."""
-        at_unix_s = self._newest(marks, {Clear(tenant), Clear(tenant, session)})
-        return at_unix_s is not None and put_unix_s <= at_unix_s + SLACK_S
-
-    def _newest(self, marks: Iterable[Listed], clears: set[Clear]) -> float | None:
-        """Return when the newest of the marks was put that mark one of `clears`."""
-        fitting = (item for item in marks if not clears.isdisjoint(self._keys.parse_mark(item.key)))
-        return max((item.modified_unix_s for item in fitting), default=None)
-
-    def latest(self, tenant: bytes) -> float:
-        """Return when, as of the last look, the tenant or a session of it was last cleared; -inf: never."""
-        return max((*self._sessions.values(tenant), self._whole.get(tenant, -float("inf"))))
-
-    def is_cleared(self, tenant: bytes, session: bytes | None, put_unix_s: float) -> bool:
-        """Return whether it is cleared as of the last look; `session` None: the tenant as a whole."""
-        times = [self._whole.get(tenant)]
-        if session is not None:
-            times.append(self._sessions.get(tenant, session_of(session)))
-        return any(at_unix_s is not None and put_unix_s <= at_unix_s + SLACK_S for at_unix_s in times)
-
-    def settle(self, unsettled: Collection[bytes]) -> int:
-        """Delete old marks and return how many. Raises `TierError`.
-
-        Precondition: the last look has judged everything except the tenants in `unsettled`.
-        """
-        before_unix_s = self._old_unix_s()
-        if self._oldest_unix_s > before_unix_s:
-            return 0
-        gone = 0
-        for item in self._pages(self._keys.clears):
-            clears = self._keys.parse_mark(item.key)
-            if clears and item.modified_unix_s <= before_unix_s and clears[0].tenant not in unsettled:
-                self._objects.delete(item.key, self._objects.deadline())
-                gone += 1
-        return gone
-
-    def _looked(self, now_s: float, newest_unix_s: float) -> None:
-        """Remember this look: marks as old as its newest one are from before now."""
-        keep_s = self._settings.clears_retention_s
-        while len(self._looks) > 1 and self._looks[1][0] <= now_s - keep_s:
-            self._looks.popleft()
-        if not self._looks or now_s - self._looks[-1][0] >= keep_s / LOOKS_MAX:
-            self._looks.append((now_s, newest_unix_s))
-
-    def _old_unix_s(self) -> float:
-        """Return the time up to which marks were seen `clears_retention_s` ago."""
-        now_s = self._clock()
-        seen = [newest for at_s, newest in self._looks if now_s - at_s >= self._settings.clears_retention_s]
-        return max(seen, default=-float("inf"))
-
-    def _put(self, key: str, deadline: Deadline) -> None:
-        self._objects.put(key, MARK, deadline, only_new=False)
+    def is_used(self, address: Address, unused_s: float) -> bool:
+        """Return whether an object was put, or put again, within `unused_s`. Raises `TierError`."""
+        if not unused_s:
+            return False
         try:
-            found, total = self._objects.get(key, 0, len(MARK), deadline)
-        except (TierMiss, BadRecord) as error:
-            raise TierError(f"mark: not there: {error}") from None
-        if total != len(MARK) or not np.array_equal(found, np.frombuffer(MARK, dtype=np.uint8)):
-            raise TierError("mark: other bytes were read back")
+            put_unix_s = self._objects.put_at(self._keys.record(address), self._objects.deadline())
+        except TierMiss:
+            return False
+        return self._wall_clock() - put_unix_s < unused_s
+
+    def touch(self, address: Address) -> None:
+        """Note that an object was read, and begin to put it again if that is due. Cheap, never raises."""
+        now_unix_s = self._wall_clock()
+        with self._own:
+            if now_unix_s < self._due_unix_s.get(address, math.inf):
+                return
+            self._due_unix_s[address] = now_unix_s + RENEW_AGAIN_S
+            self._waiting[address] = None
+            if self._is_renewing:
+                return
+            self._is_renewing = True
+        try:
+            self._executor.submit(self._renew_all, Deadline(0.0))
+        except TierError as error:  # those that wait are begun with by the next read
+            logger.info("s3: what is read is not put again yet: %s", error)
+            with self._own:
+                self._is_renewing = False
+
+    def end(self, address: Address) -> None:
+        """Delete an object that must not stay, as that of a failed put; pending if that fails."""
+        try:
+            self._objects.delete(self._keys.record(address), self._objects.deadline())
+        except TierError as error:
+            logger.warning("s3: an object that must not stay may have been left behind: %s", error)
+            with self._lock:
+                self._ledger.add_pending(address)
+        else:
+            with self._lock:
+                self._ledger.gone(address)
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _renew_all(self) -> None:
+        while True:
+            with self._own:
+                address = next(iter(self._waiting), None)
+                if address is None:
+                    self._is_renewing = False
+                    return
+                del self._waiting[address]
+            try:
+                self._renew(address)
+            except (TierError, BadRecord) as error:
+                logger.info("s3: what was read is not put again: %s", error)
+
+    def _renew(self, address: Address) -> None:
+        """Put an object again unless another node has. Raises `TierError`, `BadRecord`."""
+        key = self._keys.record(address)
+        put_unix_s = self._objects.put_at(key, self._objects.deadline())
+        header = self._scanned(address, put_unix_s, self._objects.deadline()).header
+        now_unix_s = self._wall_clock()
+        is_due = now_unix_s >= put_unix_s + header.placement.ttl_s / 2
+        if not is_due or self._is_marked(header, put_unix_s):
+            return
+        try:
+            self._objects.copy(key, key, self._objects.deadline())
+            is_marked = self._is_marked(header, put_unix_s)
+        except S3Error as error:
+            if error.operation == "copy" and error.is_refusal:
+                raise
+            is_marked = True  # not known, and no earlier mark would be seen to be about it
+        if is_marked:
+            self.end(address)
+        else:
+            self.was_put(header, now_unix_s)
+
+    def _is_marked(self, header: ExtentHeader, put_unix_s: float) -> bool:
+        """Return whether what was put then is marked as cleared. Raises `TierError`."""
+        marks, token = list[Listed](), None
+        prefix = self._keys.clears_of(header.tenant)
+        while True:
+            page, token = self._objects.page(prefix, token, self._objects.deadline())
+            marks += page
+            if token is None:
+                return self._clears.is_marked(header.tenant, header.session, put_unix_s, marks)

@@ -81,13 +81,17 @@ class Scanned:
 
 @dataclass(slots=True)
 class BadFound:
-    """Bad records that a tier's scans have found: counts by kind, and how many were quarantined."""
+    """Bad records that a tier's scans have found: counts by kind, and how many were quarantined.
+
+    `gone`: what was in a shared tier, and is not there any more according to its last scan.
+    """
 
     kinds: Counter[str] = field(default_factory=Counter)
     quarantined: int = 0
+    gone: tuple[Address, ...] = ()
 
     def copy(self) -> BadFound:
-        return BadFound(Counter(self.kinds), self.quarantined)
+        return BadFound(Counter(self.kinds), self.quarantined, self.gone)
 
 
 class RecordFormat(Protocol):
@@ -105,7 +109,9 @@ class Tier(ABC):
     """
 
     name: TierName
-    is_shared = False  # other nodes put records there, too: it has marks of clears, and is rescanned
+    # Other nodes put records there, too: it has marks of clears, and is rescanned. `delete` takes `unused_s`:
+    # only what no node has put there, or used (`touch`), for so long is deleted.
+    is_shared = False
     keeps_bad = False  # quarantined records are kept for inspection
     format: RecordFormat = record  # how `scan` reads what records say of themselves
     takes_room = False  # `read` takes `room`, u8 of whole pages, and returns what is at its front then
@@ -238,8 +244,11 @@ class TierAround(Tier):
         self.keeps_bad = inner.keeps_bad
         self.takes_room = inner.takes_room
 
-    def delete(self, address: Address) -> None:
-        self.inner.delete(address)
+    def delete(self, address: Address, unused_s: float = 0.0) -> None:
+        if unused_s:
+            self.inner.delete(address, unused_s)  # type: ignore[call-arg]
+        else:
+            self.inner.delete(address)
 
     def quarantine(self, address: Address) -> None:
         self.inner.quarantine(address)

@@ -82,6 +82,7 @@ def build_tiers(
         except (ValueError, TierError) as error:
             logger.warning("s3 tier: off: %s", error)
             built.off[S3.name] = str(error)
+            built.unopened.add(S3.name)
         else:
             _add(built, s3, settings.s3.bytes_max, settings.faults.s3)
     if settings.more.medium is not None:
@@ -90,6 +91,7 @@ def build_tiers(
         except TierError as error:
             logger.warning("%s tier: off: %s", settings.more.name, error)
             built.off[settings.more.name] = str(error)
+            built.unopened.add(settings.more.name)
         else:
             _add(built, more, settings.more.bytes_max, FaultSettings())
     if keys is not None:
@@ -109,6 +111,7 @@ def _encrypt(built: NodeMedia, keys: Keys) -> None:
             tier.close()
             del built.tiers[name]
             built.off[name] = "its records would not be encrypted (tiers.encryption_key_file)"
+            built.unopened.add(name)  # those of before are plain: no destroyed key reaches them
 
 
 def build_link(settings: PeerSettings, agent: str, host: str) -> LazyLink:

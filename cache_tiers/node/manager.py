@@ -375,7 +375,7 @@ class TierNode:
         )
         runner = TransferRunner(state, settings.store_s_max)
         self._scans = TierScans(state, ports.wall_clock, settings)
-        self._looks = RescanCoalescer(self._scans.look, clock)
+        self._looks = RescanCoalescer(self._scans.look, self._scans.listings, clock)
         self.peers = NodePeers(
             state,
             runner,

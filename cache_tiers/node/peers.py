@@ -499,6 +499,7 @@ class PeerPulls:
         finally:
             with state.lock:
                 del self._pulls[address]
+                self._peers.untried(node)  # a way that was not gone to its end has shown nothing
             pull.set_result(result)
         return result
 

@@ -12,8 +12,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from samovar.cache_tiers.blocks import TIERS, Address, BadRecord, Clear, TierError, TierName
 from samovar.cache_tiers.catalog import ClearSet
@@ -47,6 +48,8 @@ class TierScans:
         self._cleared: dict[TierName, ClearSet] = {}  # since the scan in progress began
         self._again_s: dict[TierName, float] = {}
         self._listed_s: dict[TierName, float] = {}  # when the last one that read all began
+        self._begun = 0  # listings of shared tiers: their numbers
+        self._ended: dict[TierName, int] = {}  # the last of each tier that did not fail
         self._running: dict[TierName, threading.Thread] = {}
         self._starting = threading.Lock()  # many callers may request a rescan at once
         self._stopped = threading.Event()
@@ -87,13 +90,21 @@ class TierScans:
         if now or is_due:
             self._rescan()
 
-    def look(self, wait_s: float) -> bool:
-        """Rescan now and wait; True if everything others have put there is known by then."""
+    def look(self, wait_s: float) -> None:
+        """Rescan now, or wait for a scan that is running, at most `wait_s`."""
         ends_s = self._state.clock() + wait_s
-        threads = self._rescan()
-        for thread in threads:
+        for thread in self._rescan():
             thread.join(max(0.0, ends_s - self._state.clock()))
-        return bool(threads) and not any(thread.is_alive() for thread in threads)
+
+    def listings(self) -> tuple[int, int]:
+        """Return the number of the listing of shared tiers that began last, and of one that is taken in.
+
+        What was put there before that one began is known; what it could not read comes with the next.
+        """
+        with self._state.lock:
+            guards = self._state.guards.items()
+            ended = [self._ended.get(name, 0) for name, guard in guards if guard.tier.is_shared]
+            return self._begun, min(ended, default=0)
 
     def _rescan(self) -> list[threading.Thread]:
         """Return the threads scanning each shared tier that is up, running or new."""
@@ -170,12 +181,14 @@ class TierScans:
         thread = threading.Thread(
             target=self._scan, args=(guard, scan), name=f"scan-{guard.name}", daemon=True
         )
+        thread.start()  # first: where none can be started, there is none to wait for
         self._running[guard.name] = thread
-        thread.start()
 
     def _scan(self, guard: GuardedTier, scan: Callable[[], Iterator[Scanned]] | None = None) -> None:
         found, undeleted, tier, began_s = 0, 0, guard.tier, self._state.clock()
         with self._state.lock:
+            self._begun += tier.is_shared
+            number = self._begun
             since = self._cleared[guard.name] = ClearSet(self._clears_max)
             for clear, _ in self._state.pending.clears_of(guard.name):
                 since.add(clear)  # it may be settled before this scan comes to what it is about
@@ -207,16 +220,17 @@ class TierScans:
         finally:
             if tier.is_shared:
                 self._heard.set()
+            gone = tier.bad_found().gone
             with self._state.lock:
                 self._cleared.pop(guard.name, None)
+                self._forget(guard.name, gone)
         is_whole = not tier.is_shared or (not undeleted and self._settle(tier))
         with self._state.lock:
-            for address in unseen:
-                if (eviction := self._state.catalog.lose(address, guard.name)) is not None:
-                    self._state.catalog.dropped(eviction)
+            self._forget(guard.name, unseen)
             self.unknown.discard(guard.name)
             if tier.is_shared:
                 self._rescan_later(is_whole=is_whole)
+                self._ended[guard.name] = number
                 if is_whole:
                     self._listed_s[guard.name] = began_s
             else:
@@ -225,6 +239,12 @@ class TierScans:
             logger.warning("%s tier: served, though the bucket does not say what was cleared", guard.name)
         guard.ready = True
         logger.info("%s tier: %d records found", guard.name, found)
+
+    def _forget(self, name: TierName, addresses: Iterable[Address]) -> None:
+        """Forget what is not in a tier any more. Requires the state's lock."""
+        for address in addresses:
+            if (eviction := self._state.catalog.lose(address, name)) is not None:
+                self._state.catalog.dropped(eviction)
 
     def _purge_quarantine(self, guard: GuardedTier) -> None:
         """Delete the bad records of tenants with a pending clear: what is bad is known now, too."""
@@ -289,43 +309,67 @@ NODES_MAX = 4096
 class RescanCoalescer:
     """Decides when a silent node justifies a rescan of shared tiers, so that its data is not recomputed.
 
-    One rescan serves all concurrent callers, and one is enough after a node is lost: nothing more is put
-    there for it. A node that merely does not answer may continue, so rescans repeat for it, but not all the
-    time. `look(seconds)`: rescans and waits so long at most; True if all was seen. `clock`: monotonic.
+    One rescan serves all concurrent callers, and one that began after a node was lost is enough: nothing
+    more is put there for it. A node that merely does not answer may continue, so rescans repeat for it, but
+    not all the time. `look(seconds)`: rescans and waits so long at most; a rescan that takes longer counts
+    once it has ended. `listings`: see `TierScans.listings`. `clock`: monotonic.
     """
 
-    def __init__(self, look: Callable[[float], bool], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        look: Callable[[float], None],
+        listings: Callable[[], tuple[int, int]],
+        clock: Callable[[], float],
+    ) -> None:
         self._look = look
+        self._listings = listings
         self._clock = clock
         self._lock = threading.Lock()
         self._seen: dict[str, None] = {}  # lost nodes whose remains are known; oldest first
         self._again_s: dict[str, float] = {}
+        self._since: dict[tuple[str, bool], int] = {}  # silent, lost -> the listing that had begun by then
 
     def after(self, silent: Mapping[str, bool], wait_s: float) -> bool:
         """Rescan if one of these nodes justifies it. `silent`: node -> whether it is lost for good.
 
         Returns True if there was a rescan that ended in time: more may be known now.
         """
-        now_s = self._clock()
+        now_s, (begun, _) = self._clock(), self._listings()
         with self._lock:
             unseen = [node for node in silent if node not in self._seen]
             due = [node for node in unseen if silent[node] or now_s >= self._again_s.get(node, now_s)]
-        if not due or not self._look(wait_s):
+            for node in due:
+                self._since.setdefault((node, silent[node]), begun)
+        due = self._unknown(due, silent, now_s)
+        if not due:
             return False
+        self._look(wait_s)
+        return not self._unknown(due, silent, now_s)
+
+    def _unknown(self, due: Sequence[str], silent: Mapping[str, bool], now_s: float) -> list[str]:
+        """Settle the nodes for which a listing has ended that began since; return the others."""
+        _, ended = self._listings()
+        left = []
         with self._lock:
             for node in due:
+                if ended <= self._since.get((node, silent[node]), -1):
+                    left.append(node)
+                    continue
+                self._since.pop((node, silent[node]), None)
                 if silent[node]:
                     self._seen[node] = None
                     self._again_s.pop(node, None)
                 elif node not in self._seen:  # another caller may have found meanwhile that it is lost
                     self._again_s[node] = now_s + AGAIN_S
-            for book in (self._seen, self._again_s):
+            books: tuple[dict[Any, Any], ...] = (self._seen, self._again_s, self._since)
+            for book in books:
                 while len(book) > NODES_MAX:
                     book.pop(next(iter(book)))
-        return True
+        return left
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the accounting is inconsistent."""
         with self._lock:
             assert not self._seen.keys() & self._again_s.keys(), "a node is lost and is not"
-            assert max(len(self._seen), len(self._again_s)) <= NODES_MAX, "too many nodes"
+            books = (self._seen, self._again_s, self._since)
+            assert max(map(len, books)) <= NODES_MAX, "too many nodes"

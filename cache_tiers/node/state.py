@@ -378,7 +378,9 @@ class NodeState:
             self.reach("dropping")
             self._count_eviction(eviction)
             left_s = self._delete_s_max if ends_s is None else ends_s - self.clock()
-            if not self.delete(
+            if eviction.unused_s and self.guards[eviction.tier].tier.is_shared:
+                self._expire(eviction, min(left_s, self._delete_s_max))
+            elif not self.delete(
                 eviction.tier,
                 eviction.address,
                 lambda eviction=eviction: self.catalog.dropped(eviction),  # type: ignore[misc]
@@ -437,6 +439,27 @@ class NodeState:
                         when_gone()
                     self.pending.settle(tier, address)
         return is_gone
+
+    def _expire(self, eviction: Eviction, left_s: float) -> None:
+        """Forget a record of a shared tier, and delete it there unless another node has used it since.
+
+        If that fails it is not pending: it is taken in again by a rescan, and expires again.
+        """
+
+        def over() -> None:
+            with self.lock:
+                self.catalog.dropped(eviction)
+
+        guard, address = self.guards[eviction.tier], eviction.address
+        try:
+            if left_s <= 0:
+                raise TierError("no time left for it")
+            guard.delete(address, left_s, when_late=over, unused_s=eviction.unused_s)
+        except TierLate:
+            return  # `over` is called when it ends: a delete beside it could hit what is stored after that
+        except (TierError, BadRecord) as error:
+            logger.info("%s tier: %s has expired and may be there: %s", guard.name, _prefix(address), error)
+        over()
 
     def lost(self, address: Address, tier: TierName, budget_s: float | None = None) -> None:
         """Handle a record missing from its tier; deletes it anyway, as it may just have come back."""

@@ -468,12 +468,13 @@ class NodeReads:
         return Fetched(fetch.offset, np.concatenate(parts))
 
     def _promoted(self, pin: Pin, data: Bytes, ends_s: float) -> Fetched | None:
-        """Promote a whole record that was just read; None if it did not get into main memory.
+        """Promote a whole record that was just read; None if it did not get into main memory by `ends_s`.
 
         Raises `BadRecord` if it is not what its source should hold.
         """
         state, address = self._state, pin.address
-        transfer = self._runner.reserve_copy(pin, TOP_TIER)
+        within_s = ends_s - state.clock()
+        transfer = self._runner.reserve_copy(pin, TOP_TIER) if within_s > 0 else "late"
         if isinstance(transfer, str):
             return None
 
@@ -481,7 +482,7 @@ class NodeReads:
             return Record(data), verified(data, address, pin.nbytes)
 
         try:
-            if self._runner.run(transfer, obtain) is None:
+            if self._runner.run(transfer, obtain, within_s=within_s) is None:
                 return None
             ref = state.guards[TOP_TIER].tier.ref(address)
             return None if ref is None else Fetched(0, ref=[ref])

@@ -227,8 +227,9 @@ def _http(port: int, is_well: Callable[[], bool], stats: Callable[[], NodeStats]
 
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as error:
-        raise OSError(f"--metrics-port {port}: {error.strerror}; choose another, 0 = any free one") from error
+    except (OSError, OverflowError) as error:  # above 65535, or below 0
+        why = error.strerror if isinstance(error, OSError) else "no port has this number"
+        raise OSError(f"--metrics-port {port}: {why}; choose another, 0 = any free one") from error
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="tiers-http", daemon=True).start()
     return server

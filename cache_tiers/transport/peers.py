@@ -118,7 +118,7 @@ class PeerTable:
         self._peers: dict[str, _PeerHealth] = {}  # longest unheard of first
 
     def allows(self, node: str) -> bool:
-        """Return whether it may be called now. If so, report `succeeded` or `failed`."""
+        """Return whether it may be called now. If so, report `succeeded`, `failed` or `untried`."""
         return self._of(node).breaker.allows()
 
     def succeeded(self, node: str) -> None:
@@ -129,8 +129,14 @@ class PeerTable:
         peer.breaker.failed()
         peer.failures[what] += 1
 
+    def untried(self, node: str) -> None:
+        """Give back what trials of it and its link were allowed and not made. No-op without any."""
+        peer = self._of(node)
+        peer.breaker.untried()
+        peer.link_breaker.untried()
+
     def allows_link(self, node: str) -> bool:
-        """Return whether the link may be tried. If so, report `link_succeeded` or `link_failed`."""
+        """Return whether the link may be tried. If so, report `link_succeeded`, `link_failed`, `untried`."""
         return self._of(node).link_breaker.allows()
 
     def link_succeeded(self, node: str) -> None:

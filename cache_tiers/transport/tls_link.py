@@ -267,9 +267,16 @@ class TlsLink:
                 plain.close()
                 continue
             self._meet(connection)
-            threading.Thread(
+            serving = threading.Thread(
                 target=self._serve, args=(connection,), name="samovar-blocks", daemon=True
-            ).start()
+            )
+            try:
+                serving.start()
+            except RuntimeError as error:  # the process may be out of threads
+                logger.warning("a connection for blocks was not served: %s", error)
+                with self._lock:
+                    self._strangers.pop(connection, None)
+                connection.close()
         self._listener.close()
 
     def _meet(self, stranger: SSLSocket) -> None:

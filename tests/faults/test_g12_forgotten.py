@@ -17,8 +17,8 @@ from samovar.cache_tiers.blocks.extent import Address, Clear, Placement
 from samovar.cache_tiers.blocks.record import Record, TierError, TierFull
 from samovar.cache_tiers.media.guard import TierDown
 from samovar.cache_tiers.media.memory import HeapTier
-from samovar.cache_tiers.media.s3 import S3Clears, S3Tier
-from samovar.cache_tiers.media.s3_client import S3Keys
+from samovar.cache_tiers.media.s3 import S3Tier
+from samovar.cache_tiers.media.s3_client import S3Clears, S3Keys
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.node.build import build_tiers
 from samovar.cache_tiers.node.manager import NodeIdentity, NodePorts, TierNode
@@ -140,6 +140,25 @@ def test_a_purge_ends_by_its_deadline_and_says_that_there_is_more(stub: Stub) ->
     assert records(stub)
     assert tier.purge(TENANT, lambda address: False, Deadline(20.0))
     assert records(stub) == []
+    tier.close()
+
+
+def test_g12_a_purge_goes_by_its_own_mark_which_no_listing_shows_yet(stub: Stub) -> None:
+    """It found no mark, and said that all was deleted."""
+    put(stub, sample(1, placement=IN_S3))
+    tier = S3Tier(stub.settings(), time.time)
+
+    def lags(to: Answering, request: Request) -> None:
+        if "list-type" in request.query and "/clears/" in request.query["prefix"][0]:
+            to.answer(200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
+        else:
+            stub.behave(to, request)
+
+    stub.misbehave = lags
+    tier.mark_cleared([Clear(TENANT)], Deadline(20.0))
+    assert tier.purge(TENANT, lambda address: False, Deadline(20.0))
+    assert records(stub) == []
+    assert not tier.purge(TENANT, lambda address: False, Deadline(20.0)), "of whom no mark is known"
     tier.close()
 
 
@@ -849,4 +868,17 @@ def test_g12_a_disk_that_could_not_be_opened_is_left_of_a_clear(tmp_path: Path) 
     (tmp_path / "kv").unlink()
     node = started("again")
     assert node.clear(Clear(TENANT, SESSION)).unreachable == ()
+    node.close()
+
+
+def test_g12_a_bucket_that_could_not_be_opened_is_left_of_a_clear(tmp_path: Path) -> None:
+    bucket = {"bucket": "kv", "prefix": "a/../b"}
+    settings = TierSettings.model_validate({"nvme": {"bytes_max": 0}, "s3": bucket})
+    built = build_tiers(settings, tmp_path / "kv", make_cpu=HeapTier, wall_clock=time.time)
+    assert "must not climb" in built.off["s3"]
+    ports = NodePorts(time.monotonic, time.time, records_of(StagingBuffer(MIB, keep_s=1.0)))
+    node = TierNode(settings, built, NodeIdentity("node", "first"), ports, workers=0)
+    node.start()
+    cleared = node.clear(Clear(TENANT))
+    assert (cleared.unreachable, cleared.is_noted) == (("s3",), False)
     node.close()

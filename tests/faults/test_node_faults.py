@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +17,14 @@ from samovar.cache_tiers.blocks.extent import Address, Clear, Placement
 from samovar.cache_tiers.blocks.record import Record
 from samovar.cache_tiers.media.faults import FaultyTier
 from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.messages import BadReport, Fetch, FetchFailed
 from samovar.configs.sections import FaultSettings, TierSettings
 from tests.support.constants import tuned
 from tests.support.inside import join_scans, records_in, state_of
 from tests.support.nodes.node_faults import FAILING, FULL, HANGING, MemoryTier, faulty
 from tests.support.nodes.node_harness import MIB, TENANT, Bench, Sample, bench, heap_bench, nvme, sample
+from tests.support.nodes.nvme_harness import SickCalls
 
 BEHIND = Placement(first="cpu", write_behind=("nvme",))
 LOW = Placement(first="nvme", write_behind=())
@@ -120,6 +125,28 @@ def test_f08_a_slow_tier_ends_at_the_deadline_and_no_threads_pile_up() -> None:
     node.node.check_integrity()
 
 
+class Watched(HeapTier):
+    """Main memory that notes how long each write may take."""
+
+    def __init__(self) -> None:
+        super().__init__(MIB)
+        self.given_s: list[float] = []
+
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
+        self.given_s.append(deadline.seconds)
+        super().put(address, record, deadline=deadline)
+
+
+def test_f08_a_promotion_has_no_more_time_than_its_fetch() -> None:
+    """It had that of a store: where main memory hung, the request waited for so long."""
+    memory = Watched()
+    node, wanted = bench([memory, MemoryTier("nvme", MIB)]), sample(1, placement=LOW)
+    node.store(wanted)
+    assert fetch_from(node, wanted, "nvme", 0.5) is None
+    assert node.copies(wanted) == ("cpu", "nvme")
+    assert memory.given_s == [pytest.approx(0.5)]
+
+
 def test_f08_failures_in_a_row_open_the_breaker_and_a_probe_closes_it() -> None:
     slow = faulty(MemoryTier("nvme", MIB))
     node = bench([slow])
@@ -137,6 +164,63 @@ def test_f08_failures_in_a_row_open_the_breaker_and_a_probe_closes_it() -> None:
     node.clock.now_s += 10
     node.node.tick()
     assert node.load(sample(1)) is not None
+
+
+def test_a_delete_does_not_take_the_one_trial_of_a_tier() -> None:
+    """It said nothing of how it went, and the tier stayed away for as long as before."""
+    slow = faulty(MemoryTier("nvme", MIB))
+    node = bench([slow])
+    kept, brief = sample(1, placement=LOW), sample(2, placement=Placement("nvme", (), ttl_s=5.0))
+    node.store(kept)
+    node.store(brief)
+    slow.update(FAILING)
+    for _ in range(3):
+        assert fetch_from(node, kept, "nvme", 1.0) is not None
+    assert node.node.stats().tiers[1].state == "open"
+    slow.update(FaultSettings())
+    node.clock.now_s += 10  # its time is over, and a trial is due
+    node.node.tick()
+    assert node.node.stats().tiers[1].state == "up"
+    assert slow.bytes_held() == kept.record.nbytes, "what was pending is deleted"
+    assert node.load(kept) is not None
+    node.node.check_integrity()
+
+
+@pytest.mark.parametrize("shown_by", ["another record", "a probe"])
+def test_f07_a_bad_sector_costs_its_record_and_not_the_disk(tmp_path: Path, shown_by: str) -> None:
+    """It was found again with each lookup, and three loads of it took the disk down."""
+    calls = SickCalls()
+    node = bench([nvme(tmp_path, calls=calls)])
+    wanted, other = sample(1, placement=LOW), sample(2, placement=LOW)
+    node.store(wanted)
+    node.store(other)
+    (path,) = tmp_path.rglob(f"{wanted.header.extent_id.hex()}.kv")
+    sick_file = path.stat().st_ino
+
+    def bad_sector(sick: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
+        if name == "preadv" and os.fstat(args[0]).st_ino == sick_file:
+            raise OSError(errno.EIO, "a bad sector")
+        return sick.really(name, *args)
+
+    calls.arm(bad_sector, 1, 10**9)
+    for _ in range(2):  # the whole disk may be at fault
+        failed = fetch_from(node, wanted, "nvme", 5.0)
+        assert failed is not None
+        assert failed.reason == "error"
+        assert node.copies(wanted) == ("nvme",)
+    if shown_by == "a probe":
+        node.node.tick()
+    else:
+        assert fetch_from(node, other, "nvme", 5.0) is None
+    assert fetch_from(node, wanted, "nvme", 5.0) is not None
+    assert node.copies(wanted) == ()
+    disk = node.node.stats().tiers[1]
+    assert (disk.state, disk.breaker_opened, disk.verify_failures) == ("up", 0, {"unreadable": 1})
+    assert node.store(wanted) == "taken", "in another place"
+    assert node.load(wanted) is not None
+    assert node.load(other) is not None
+    node.node.check_integrity()
+    node.node.close()
 
 
 def test_more_fetches_than_allowed_are_refused() -> None:

@@ -191,6 +191,25 @@ def test_a_link_that_fails_again_and_again_is_not_waited_for() -> None:
     assert b.node.stats().peers["a"].pulls == {"ray": 6, "nixl": 1}
 
 
+def test_a_trial_of_the_link_that_another_node_had_nothing_for_is_given_back() -> None:
+    _, a, b = pair()
+    failing = [sample(number) for number in range(PeerSettings().breaker_failures)]
+    gone, there = sample(8, session=b"session2" * 2), sample(9)
+    for wanted in (*failing, gone, there):
+        a.store(wanted)
+    link_of(b.node.peers).get()
+    b.link.fault = PeerGone("its port is closed")
+    for wanted in failing:
+        assert same(b.bring(wanted, "a"), wanted)
+    b.link.fault = None
+    b.clock.now_s += PeerSettings().breaker_open_s
+    (span,) = b.look(gone, "a").spans
+    a.node.clear(Clear(TENANT, b"session2" * 2))
+    assert isinstance(b.fetch(gone, span), FetchFailed)
+    assert same(b.bring(there, "a"), there)
+    assert b.node.stats().peers["a"].pulls == {"ray": len(failing), "nixl": 1}
+
+
 @pytest.mark.parametrize("fault", [PeerLate("slow"), PeerLost("dead"), PeerError("odd")])
 def test_f19_a_peer_that_does_not_answer_is_a_miss(fault: PeerError) -> None:
     world, a, b = pair()

@@ -166,6 +166,27 @@ def test_f09_a_missing_object_is_a_miss(stub: Stub, make: MakeTier) -> None:
         read(make())
 
 
+def test_f09_an_archived_object_is_a_miss_and_is_put_again(stub: Stub, make: MakeTier) -> None:
+    """A lifecycle rule has moved it; three of them had taken the tier down."""
+    tier = make()
+    put(tier)
+
+    def archived(to: Answering, request: Request) -> None:
+        is_replaced = any(one.method == "PUT" and "if-none-match" not in one.headers for one in stub.requests)
+        if request.method == "GET" and "list-type" not in request.query and not is_replaced:
+            to.error(403, "InvalidObjectState")
+        else:
+            stub.behave(to, request)
+
+    stub.misbehave = archived
+    with pytest.raises(TierMiss, match="archived"):
+        read(tier)
+    assert list(tier.scan()) == []
+    put(tier)
+    assert read(tier) == RECORD.data.tobytes()
+    assert [found.header.address for found in tier.scan()] == [HEADER.address]
+
+
 @pytest.mark.parametrize("operation", ["put", "scan", "probe"])
 def test_f09_no_such_key_is_no_miss_where_no_key_was_asked_for(
     stub: Stub, make: MakeTier, operation: str

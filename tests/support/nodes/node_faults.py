@@ -88,7 +88,8 @@ class SharedBucket(MemoryTier):
         if is_new:
             self.state.put_at[address] = self.state.next()
 
-    def delete(self, address: Address) -> None:
+    def delete(self, address: Address, unused_s: float = 0.0) -> None:
+        """As if no node had used it."""
         self._ask()
         super().delete(address)
 

@@ -212,6 +212,7 @@ def bench(
     predictor_path: Path | None = None,
     scan_s_max: float = math.inf,
     keys: Keys | None = None,
+    wall_clock: Callable[[], float] = lambda: 2000.0,
     **more: Any,
 ) -> Bench:
     clock = clock or Clock()
@@ -232,7 +233,7 @@ def bench(
             keys=keys,
         ),
         NodeIdentity("node", incarnation),
-        NodePorts(clock, lambda: 2000.0, records_of(outbox, called), reach),
+        NodePorts(clock, wall_clock, records_of(outbox, called), reach),
         workers=workers,
         **more,
     )

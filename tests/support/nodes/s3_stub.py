@@ -114,6 +114,7 @@ class Stub:
     lock: threading.Lock = field(default_factory=threading.Lock)
     released: threading.Event = field(default_factory=threading.Event)
     misbehave: Misbehaviour = field(init=False)
+    clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
         self.misbehave = self.behave
@@ -147,11 +148,11 @@ class Stub:
             found = self.objects.get(unquote(source).lstrip("/").removeprefix(f"{BUCKET}/"))
             if found is None:
                 return to.error(404, "NoSuchKey")
-            self.objects[request.key] = (found[0], time.time())
+            self.objects[request.key] = (found[0], self.clock())
             return to.answer(200, b"<CopyObjectResult><ETag>e</ETag></CopyObjectResult>")
         if self.honours_if_none_match and "if-none-match" in request.headers and request.key in self.objects:
             return to.error(412, "PreconditionFailed")
-        self.objects[request.key] = (request.body, time.time())
+        self.objects[request.key] = (request.body, self.clock())
         return to.answer(200, headers={"ETag": f'"{hashlib.md5(request.body).hexdigest()}"'})
 
     def _delete(self, to: Answering, request: Request) -> None:

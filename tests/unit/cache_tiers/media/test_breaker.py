@@ -96,6 +96,23 @@ def test_a_trial_that_is_never_heard_of_does_not_block_for_ever() -> None:
     breaker.check_integrity()
 
 
+def test_a_trial_that_was_not_made_is_given_back() -> None:
+    clock = Clock()
+    breaker = _breaker(clock)
+    breaker.untried()
+    assert breaker.state == "closed"
+    _open(breaker)
+    clock.now_s += 1.0
+    breaker.untried()
+    assert not breaker.allows(), "there was none"
+    clock.now_s += 1.0
+    assert breaker.allows()
+    breaker.untried()
+    assert breaker.allows()
+    assert not breaker.allows()
+    breaker.check_integrity()
+
+
 def test_late_news_while_open_changes_nothing() -> None:
     clock = Clock()
     breaker = _breaker(clock)
@@ -184,6 +201,13 @@ class BreakerMachine(RuleBasedStateMachine):
         self.breaker.succeeded()
         self.in_a_row = 0
         assert self.breaker.state == ("open" if was == "open" else "closed")
+
+    @rule()
+    def give_back(self) -> None:
+        was = self.breaker.state
+        self.breaker.untried()
+        assert self.breaker.state == was
+        assert was != "half-open" or self.breaker.allows()
 
     @rule()
     def ask(self) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from samovar.cache_tiers.actors.staging import StagingBuffer
 from samovar.cache_tiers.blocks import (
     TIERS,
     Address,
@@ -33,15 +34,26 @@ from samovar.cache_tiers.blocks.record import decode_header
 from samovar.cache_tiers.media.faults import FaultyTier
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier
-from samovar.cache_tiers.node import NodeMedia
+from samovar.cache_tiers.node import NodeIdentity, NodeMedia, NodePorts, TierNode
 from samovar.cache_tiers.node.build import PENDING_FILE, build_tiers
 from samovar.configs.json_text import parse_json
 from samovar.configs.sections import FaultSettings, TierSettings
 from samovar.router.generation import TenantUsage, summed
 from samovar.router.generation.answer import joined
+from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import receipt_of, same, tiered
-from tests.support.nodes.node_harness import MIB, SESSION, TENANT, Bench, Sample, bench, sample
+from tests.support.nodes.encrypted import key_file
+from tests.support.nodes.node_harness import (
+    MIB,
+    SESSION,
+    TENANT,
+    Bench,
+    Sample,
+    bench,
+    records_of,
+    sample,
+)
 
 
 class SqliteTier(Tier):
@@ -303,6 +315,30 @@ def test_a_medium_that_cannot_be_made_is_off_and_says_why(
     media = media_of(tmp_path, settings_of(tmp_path, **more))
     assert list(media.tiers) == ["cpu", "nvme"]
     assert why in media.off["archive"]
+
+
+@pytest.mark.guarantee("G12")
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["cannot be made", "would be plain"])
+def test_a_medium_that_is_off_though_it_holds_records_is_left_of_a_clear(
+    tmp_path: Path, is_encrypted: bool
+) -> None:
+    """It was done, and the records were found with the next start."""
+    wanted = demoted(tmp_path)
+    settings = settings_of(tmp_path) if is_encrypted else settings_of(tmp_path, options={})
+    keys = key_file(tmp_path / "keys") if is_encrypted else None
+    media = build_tiers(settings, tmp_path / "kv", make_cpu=HeapTier, wall_clock=lambda: 2000.0, keys=keys)
+    ports = NodePorts(Clock(), lambda: 2000.0, records_of(StagingBuffer(MIB, keep_s=1.0)))
+    second = TierNode(settings, media, NodeIdentity("node", "second"), ports, workers=0)
+    second.start()
+    cleared = second.clear(Clear(TENANT))
+    assert (cleared.unreachable, cleared.is_noted) == (("archive",), False)
+    second.close()
+
+    third = node_of(tmp_path, incarnation="third")
+    assert third.tiers_of(wanted) == ["archive"]
+    assert third.node.clear(Clear(TENANT)).unreachable == ()
+    assert third.tiers_of(wanted) == []
+    third.node.close()
 
 
 def misnamed(name: TierName, bytes_max: int, path: str) -> Tier:

@@ -12,7 +12,7 @@ from samovar.cache_tiers.media import Deadline, Scanned
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.node.scan import AGAIN_S, NODES_MAX, RescanCoalescer
 from samovar.configs.sections import TierSettings
-from tests.support.inside import join_scans, state_of
+from tests.support.inside import join_scans, scans_of, state_of
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket
 from tests.support.nodes.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, Bench, bench, sample
 
@@ -147,14 +147,19 @@ class World:
         self.now_s = 100.0
         self.waits: list[float] = []
         self.works = True
+        self.begun = self.ended = 0
+        self.is_running = False
         self.meanwhile: Callable[[], object] = lambda: None
-        self.looks = RescanCoalescer(self._look, lambda: self.now_s)
+        self.looks = RescanCoalescer(self._look, lambda: (self.begun, self.ended), lambda: self.now_s)
 
-    def _look(self, wait_s: float) -> bool:
+    def _look(self, wait_s: float) -> None:
         self.waits.append(wait_s)
+        self.begun += not self.is_running
+        number, self.is_running = self.begun, False
         meanwhile, self.meanwhile = self.meanwhile, lambda: None
         meanwhile()
-        return self.works
+        if self.works:
+            self.ended = max(self.ended, number)
 
     def after(self, **silent: bool) -> bool:
         done = self.looks.after(silent, 0.5)
@@ -176,6 +181,57 @@ def test_a_look_that_saw_not_all_is_taken_again() -> None:
     assert not world.after(a=True)
     world.works = True
     assert world.after(a=True)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_look_that_takes_longer_than_a_request_waits_is_not_taken_again(is_lost: bool) -> None:
+    world = World()
+    world.works = False
+    assert not world.after(a=is_lost)
+    world.ended = world.begun  # a while later
+    assert not world.after(a=is_lost)
+    assert not world.after(a=is_lost)
+    assert world.waits == [0.5]
+
+
+def test_a_look_that_ran_as_the_node_was_lost_has_not_seen_what_it_put_there_last() -> None:
+    world = World()
+    world.begun, world.is_running = 1, True
+    assert not world.after(a=True)
+    assert world.after(a=True)
+    assert not world.after(a=True)
+    assert world.waits == [0.5, 0.5]
+
+
+def test_a_look_from_before_a_silent_node_was_lost_does_not_count_behind_it() -> None:
+    world = World()
+    world.works = False
+    assert not world.after(a=False)
+    world.meanwhile = lambda: setattr(world, "ended", 1)  # the first look, while the second is waited for
+    assert not world.after(a=True)
+    world.works = True
+    assert world.after(a=True)
+
+
+def test_listings_are_numbered_and_those_that_fail_are_not_taken_in() -> None:
+    bucket = SlowBucket(MIB)
+    house = bench([bucket])
+    join_scans(house.node, 20)
+    scans = scans_of(house.node)
+    assert scans.listings() == (1, 1)
+    bucket.down = True
+    scans.look(20.0)
+    assert scans.listings() == (2, 1)
+    bucket.down = False
+    bucket.gate.clear()
+    scans.look(0.0)
+    assert bucket.waiting.acquire(timeout=20)
+    scans.look(0.0)
+    assert scans.listings() == (3, 1), "one at a time"
+    bucket.gate.set()
+    join_scans(house.node, 20)
+    assert scans.listings() == (3, 3)
+    house.node.close()
 
 
 def test_a_node_that_only_does_not_answer_is_looked_for_now_and_then() -> None:

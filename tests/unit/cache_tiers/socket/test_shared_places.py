@@ -243,4 +243,8 @@ def test_why_it_does_not_start_is_one_line_that_names_the_fix(world: World, tmp_
         assert f"--metrics-port {port}: Address already in use" in said(
             tmp_path, tmp_path / "s" / "t.sock", port
         )
+    for port in (70_000, -1):
+        assert f"--metrics-port {port}: no port has this number; choose another, 0 = any free one" in said(
+            tmp_path, tmp_path / "s" / "t.sock", port
+        )
     assert not (tmp_path / "s" / "t.sock").exists()

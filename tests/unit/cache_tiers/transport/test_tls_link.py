@@ -249,6 +249,27 @@ def test_a_renewed_certificate_is_taken_up(tea: Authority) -> None:
         assert taker.bring(export, WAIT_S) is not None
 
 
+def test_a_thread_that_cannot_be_started_costs_one_connection(
+    tea: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had ended the thread that takes them all."""
+    start, failed = threading.Thread.start, list[str]()
+
+    def fails_once(thread: threading.Thread) -> None:
+        if thread.name == "samovar-blocks" and not failed:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with opened(node(tea, "one")) as giver, opened(node(tea, "two"), "b:1") as taker:
+        export = shared(giver, some())
+        monkeypatch.setattr(threading.Thread, "start", fails_once)
+        with pytest.raises(PeerGone):
+            taker.bring(export, WAIT_S)
+        assert failed
+        assert taker.bring(export, WAIT_S) is not None
+
+
 def test_a_node_without_its_files_has_no_link_and_says_which(tmp_path: Path) -> None:
     with pytest.raises(LinkDown, match=str(tmp_path / "b")):
         TlsLink("a:1", NodeTls(tmp_path / "a", tmp_path / "b", tmp_path / "c"), HERE, bytes_max=1, lease_s=1)
