@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
-from samovar.configs.sections import GIB, KIB, MIB, TIB, Section
+from samovar.configs.sections import GIB, KIB, MIB, TIB, Section, TenantName
 
 HttpUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s@]{1,1000}$")]
 
@@ -454,7 +454,7 @@ class CompactionSettings(Section):
     """Conversations longer than the context window: which turns leave the prompt, and what comes back."""
 
     enabled: bool = Field(False, description="serve the field `compaction` of chat requests")
-    of_tenant: dict[str, CompactionMode] = Field(
+    of_tenant: dict[TenantName, CompactionMode] = Field(
         default_factory=dict,
         max_length=1024,
         description="tenants whose chats are compacted even if they do not ask for it, and how",

@@ -114,8 +114,8 @@ def keep_in_cloud(ssm: Any, prefix: str, kms_key_arn: str, secrets: Tree) -> Non
     text = yaml.safe_dump(secrets, sort_keys=True)
     if (nbytes := len(text.encode())) > SECRETS_BYTES_MAX:
         raise RenderFailed(
-            f"the secrets are {nbytes:,} bytes, and an SSM parameter takes {SECRETS_BYTES_MAX:,}. Keep most API "
-            "keys elsewhere than in auth.api_keys: auth.keys_file, such as `postgres:`, has no such bound"
+            f"the secrets are {nbytes:,} bytes, and an SSM parameter takes {SECRETS_BYTES_MAX:,}. Keep most "
+            "API keys elsewhere than in auth.api_keys: auth.keys_file, such as `postgres:`, has no such bound"
         )
     if secrets != _kept(ssm, prefix):
         put_parameter(ssm, secrets_name, text, kms_key_arn)
