@@ -301,11 +301,16 @@ def of_others(apps: Mapping[str, Application]) -> dict[str, Application]:
     return {name: app for name, app in apps.items() if not is_ours(name)}
 
 
+KEEP_ALIVE_S = 4010
+"""For how long a proxy keeps an idle connection. Longer than the load balancer does (4,000 s at most, as
+`terraform/` checks): who closes first must be the one that sends, or a request meets a closing end."""
+
+
 def serve_config(settings: Settings, apps: Mapping[str, Application]) -> dict[str, Any]:
     """Return Serve's whole configuration."""
     return {
         "proxy_location": "EveryNode",
-        "http_options": http_options(settings.server),
+        "http_options": http_options(settings.server) | {"keep_alive_timeout_s": KEEP_ALIVE_S},
         "logging_config": serve_logs(settings).model_dump(mode="json", exclude_unset=True),
         "applications": list(apps.values()),
     }

@@ -96,7 +96,6 @@ def _placement(settings: Settings, outputs: CloudOutputs | None, pod_gpus: int |
     engine, cluster, launch = settings.engine, settings.cluster, settings.launch
     if pod_gpus is not None:
         gpus, none = pod_gpus, "launch.kube.worker_gpus is 0"
-        _check_fits_a_pod(cluster, launch.kube)
     elif outputs is not None:
         gpus, none = max(pool.gpus for pool in outputs.pools.values()), "no pool in Terraform has any"
     else:
@@ -114,6 +113,8 @@ def _placement(settings: Settings, outputs: CloudOutputs | None, pod_gpus: int |
             f"engine.tensor_parallel={ranks} needs as many GPUs in one node, and the largest has {gpus}. "
             "Lower it, or take nodes with more GPUs"
         )
+    if pod_gpus is not None:
+        _check_fits_a_pod(cluster, launch.kube, ranks if device == "cpu" else 1)
     on_head = outputs is None and pod_gpus is None and launch.rack.spare_cpus_head
     if device == "cpu" and cluster.replica_cpus == 0 and not on_head:
         raise RenderFailed(
@@ -133,12 +134,16 @@ def _placement(settings: Settings, outputs: CloudOutputs | None, pod_gpus: int |
     return {"engine": _with(engine, device=device), "cluster": cluster}
 
 
-def _check_fits_a_pod(cluster: ClusterSettings, kube: KubeSettings) -> None:
-    """Raise `RenderFailed` for replicas that no worker pod would ever have room for."""
+def _check_fits_a_pod(cluster: ClusterSettings, kube: KubeSettings, ranks: int) -> None:
+    """Raise `RenderFailed` for replicas that no worker pod would ever have room for.
+
+    `ranks`: those that reserve CPUs.
+    """
     cpus = math.ceil(kube.worker_cpus)  # as the operator tells Ray
-    if cluster.replica_cpus > cpus:
+    if cluster.replica_cpus * ranks > cpus:
+        each = f", for each of engine.tensor_parallel={ranks}," if ranks > 1 else ""
         raise RenderFailed(
-            f"cluster.replica_cpus={cluster.replica_cpus:g} is more than a worker pod has "
+            f"cluster.replica_cpus={cluster.replica_cpus:g}{each} is more than a worker pod has "
             f"(launch.kube.worker_cpus={kube.worker_cpus:g}). Raise the second or lower the first"
         )
     if cluster.replica_resources:

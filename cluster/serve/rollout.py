@@ -36,10 +36,6 @@ FIXED = ("server", "auth", "tiers")
 """Sections already read by processes that outlive an update: the HTTP server, the tier actors."""
 ENDED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
-KEEP_ALIVE_S = 4010
-"""For how long a proxy keeps a connection that is idle. Longer than load balancers do (AWS's 4,000 s at most,
-which `terraform/` allows): who closes first must be the one that sends, or a request meets a closing end."""
-
 POLL_S = 0.2
 EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """An address that binds every interface -> how to reach it from the same node."""
@@ -188,11 +184,7 @@ class LocalServe:
 
 def http_options(server: ServerSettings) -> dict[str, Any]:
     """Return what Serve's proxies listen with; the guard in them renews the certificate (`proxy_guard`)."""
-    options: dict[str, Any] = {
-        "host": server.host,
-        "port": server.port,
-        "keep_alive_timeout_s": KEEP_ALIVE_S,
-    }
+    options: dict[str, Any] = {"host": server.host, "port": server.port}
     if (files := server.tls) is not None:
         options |= {"ssl_certfile": str(files.certificate), "ssl_keyfile": str(files.key)}
         if files.client_ca is not None:

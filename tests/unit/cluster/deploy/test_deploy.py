@@ -42,7 +42,6 @@ from samovar.cluster.serve.rollout import (
     MODEL_APP_PREFIX,
     Patience,
     exchange,
-    http_options,
     steps,
 )
 from samovar.configs.fields import merged, public_tree, secret_tree
@@ -163,7 +162,7 @@ class TestApplications:
         """Else it sends a request on a connection that is being closed, and its client gets a 502."""
         text = (TERRAFORM / "modules/edge/variables.tf").read_text()
         (most,) = re.findall(r"var\.idle_timeout_s <= ([0-9]+)", text)
-        assert http_options(settings_of().server)["keep_alive_timeout_s"] > int(most)
+        assert serve_config(settings_of(), {})["http_options"]["keep_alive_timeout_s"] > int(most)
 
     @pytest.mark.parametrize(
         ("changed", "said"),

@@ -181,6 +181,15 @@ def test_another_model_or_other_secrets_make_another_cluster(render: Render, tmp
             "replica_cpus=5 is more than a worker pod has (launch.kube.worker_cpus=4)",
         ),
         (
+            [
+                "--cluster.replica-cpus=3",
+                "--engine.device=cpu",
+                "--engine.tensor-parallel=2",
+                "--engine.kv-groups=2",
+            ],
+            "replica_cpus=3, for each of engine.tensor_parallel=2, is more than a worker pod has",
+        ),
+        (
             ["--cluster.replica-cpus=1", '--cluster.replica-resources={"kv_nvme": 1}'],
             "cluster.replica_resources has kv_nvme, which no worker pod has",
         ),
