@@ -104,7 +104,7 @@ class ClusterSettings(Section):
         le=1024,
         description="Ray CPUs that a replica reserves; Ray adds nodes for these or for GPUs",
     )
-    replica_resources: dict[str, float] = Field(
+    replica_resources: dict[str, Annotated[float, Field(gt=0, le=1e6)]] = Field(
         default_factory=dict, max_length=16, description="other Ray resources that a replica reserves"
     )
     ray_address: RayAddress = Field(

@@ -224,6 +224,19 @@ def merged(public: Mapping[str, Any], secrets: Mapping[str, Any]) -> Settings:
     return Settings.model_validate(_deep(public, secrets))
 
 
+def overlaid(low: Mapping[str, Any], high: Mapping[str, Any]) -> Tree:
+    """Return `low` with the settings that `high` has: each as a whole, also one that is a mapping."""
+    return _overlaid(low, high, section_keys(), "")
+
+
+def _overlaid(low: Any, high: Mapping[str, Any], sections: set[str], at: str) -> Tree:
+    found = dict(low) if isinstance(low, Mapping) else {}
+    for name, value in high.items():
+        is_section = at + name in sections and isinstance(value, Mapping)
+        found[name] = _overlaid(found.get(name), value, sections, f"{at}{name}.") if is_section else value
+    return found
+
+
 def _picked(tree: Mapping[str, Any], keys: list[str]) -> Tree:
     found: Tree = {}
     for key in keys:

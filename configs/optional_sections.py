@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
-from samovar.configs.sections import GIB, KIB, MIB, TIB, Section
+from samovar.configs.sections import GIB, KIB, MIB, TIB, Section, TenantName
 
 HttpUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s@]{1,1000}$")]
 
@@ -211,7 +211,7 @@ class LoopSettings(Section):
     questions_bytes_max: ClassVar[int] = MIB
     # Cosine, or share of common words, from which on two texts say the same.
     similar_min: ClassVar[float] = 0.85
-    auto_of: tuple[str, ...] = Field(
+    auto_of: tuple[TenantName, ...] = Field(
         (), max_length=1024, description="tenants whose candidates may enter without a person (auto-capture)"
     )
     auto_evidence: Literal["tool", "verdict"] = Field(
@@ -285,7 +285,7 @@ class KnowledgeSettings(Section):
         None, description="directory of the store's file; empty = knowledge/ in model.cache_dir"
     )
     postgres: PostgresSettings = PostgresSettings()
-    always_of: tuple[str, ...] = Field(
+    always_of: tuple[TenantName, ...] = Field(
         (),
         max_length=1024,
         description="tenants whose chat requests retrieve even if they do not ask for it",
@@ -454,7 +454,7 @@ class CompactionSettings(Section):
     """Conversations longer than the context window: which turns leave the prompt, and what comes back."""
 
     enabled: bool = Field(False, description="serve the field `compaction` of chat requests")
-    of_tenant: dict[str, CompactionMode] = Field(
+    of_tenant: dict[TenantName, CompactionMode] = Field(
         default_factory=dict,
         max_length=1024,
         description="tenants whose chats are compacted even if they do not ask for it, and how",

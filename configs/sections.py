@@ -13,6 +13,8 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 TIB = 1024 * GIB
 
+TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+
 
 class Section(BaseModel):
     """Base class of all sections: frozen, and unknown keys are refused.
@@ -366,7 +368,7 @@ class ProfilesSettings(Section):
     code: ProfileSettings = ProfileSettings(first="nvme", write_behind=("cpu",))
     batch: ProfileSettings = ProfileSettings(first="nvme", write_behind=(), min_ttl_s=0.0)
     default: ProfileName = Field("chat", description="profile of requests and tenants that name none")
-    of_tenant: dict[str, ProfileName] = Field(default_factory=dict, description="tenant -> profile")
+    of_tenant: dict[TenantName, ProfileName] = Field(default_factory=dict, description="tenant -> profile")
 
     def named(self, name: str) -> ProfileSettings:
         """Return the profile `name`, or the default one if there is none of that name."""
@@ -410,7 +412,7 @@ class TierSettings(Section):
         description="share of each tier that one tenant may use; beyond it, the tenant's own blocks are "
         "evicted. Empty = half with several API keys, else all",
     )
-    tenant_shares: dict[str, float] = Field(
+    tenant_shares: dict[TenantName, Annotated[float, Field(gt=0, le=1)]] = Field(
         default_factory=dict, description="tenant -> share of each tier, if different"
     )
     io_threads: int = Field(4, ge=1, le=64, description="concurrent reads and writes per node")

@@ -41,9 +41,9 @@ from samovar.configs.sections import (
     SplitSettings,
     TierSettings,
 )
+from samovar.configs.sections import TenantName as TenantName
 from samovar.configs.tls import TlsFiles
 
-TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100)]
 Secret = Annotated[SecretStr, Field(min_length=16, max_length=256)]
 

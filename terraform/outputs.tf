@@ -26,6 +26,7 @@ output "samovar" {
       region = var.region
     }
 
+    kms_key_arn      = module.storage.kms_key_arn
     ssm_prefix       = local.ssm_prefix
     target_group_arn = module.edge.target_group_arn
     endpoint_url     = module.edge.endpoint_url

@@ -176,7 +176,7 @@ variable "pools" {
 }
 
 variable "ami_id" {
-  description = "Image of all nodes, the same until you change it; null = the newest that ami_ssm_parameter names at each apply. Example: \"ami-0123456789abcdef0\"."
+  description = "Image of all nodes, the same until you change it; null = the newest that ami_ssm_parameter names at the first apply. Example: \"ami-0123456789abcdef0\"."
   type        = string
   default     = null
 

@@ -36,8 +36,8 @@ from samovar.cluster.serve.rollout import (
     not_running,
     unhealthy_here,
 )
-from samovar.configs.fields import public_tree
-from samovar.configs.settings import Settings
+from samovar.configs.fields import public_tree, section_keys
+from samovar.configs.settings import ServerSettings, Settings
 from samovar.replicas.messages import REPLICA_DEPLOYMENT
 from samovar.replicas.model import describe_model, ensure_model, pinned
 
@@ -51,7 +51,7 @@ class Deployed:
     """Serve's report. `applications`: by name, as they were deployed; `status`, `message`: by name.
 
     `replicas`: deployment -> node ids of the running ones; `proxies`: node id -> status; `addresses`: of the
-    nodes with a proxy.
+    nodes with a proxy. `listens`: what the proxies were started with; empty: there are none.
     """
 
     applications: dict[str, Application]
@@ -60,6 +60,7 @@ class Deployed:
     replicas: dict[str, list[str]]
     proxies: dict[str, str]
     addresses: dict[str, str]
+    listens: dict[str, Any]
 
 
 class ServeApi:
@@ -110,6 +111,7 @@ def deployed_of(details: dict[str, Any]) -> Deployed:
         replicas=replicas,
         proxies={node: proxy.get("status", "") for node, proxy in proxies.items()},
         addresses={node: str(proxy["node_ip"]) for node, proxy in proxies.items() if proxy.get("node_ip")},
+        listens=details.get("http_options") or {},
     )
 
 
@@ -158,7 +160,9 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
         "launch.up_timeout_s",
         lambda what: console.print(f"waiting: {what}", highlight=False, soft_wrap=True),
     )
-    now = api.deployed().applications
+    running = api.deployed()
+    refuse_other_address(running.listens, settings.server)
+    now = running.applications
     if old := stale_tiers(now, wanted):
         console.print(f"samovar: {old}", style="yellow", highlight=False, soft_wrap=True)
     exchange(now, {**of_others(now), **wanted}, ServeRest(api, settings), patience.wait)
@@ -167,6 +171,31 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
     nodes = deployed.addresses | api.nodes()  # the dashboard's node list lags behind
     console.print(nodes_table(nodes, deployed))
     return url_of(settings, nodes, deployed)
+
+
+LISTENS = {
+    "host": "server.host",
+    "port": "server.port",
+    "ssl_certfile": "server.tls_certificate",
+    "ssl_keyfile": "server.tls_key",
+    "ssl_ca_certs": "server.tls_client_ca",
+}
+"""Serve's options that it reads once, and only warns of in its log when they change -> our setting."""
+
+
+def refuse_other_address(now: Mapping[str, Any], server: ServerSettings) -> None:
+    """Raise `StartFailed` if the proxies that run listen otherwise: it would be waited for in vain.
+
+    `now`: what they were started with; empty: there are none.
+    """
+    wanted = http_options(server)
+    for option, key in LISTENS.items() if now else ():
+        if now.get(option) != wanted.get(option):
+            raise StartFailed(
+                f"{key}={wanted.get(option)} would not be used: the HTTP proxies that run were started with "
+                f"{now.get(option)}. Leave it as it was, or start Ray again on every node (`samovar down` "
+                "and `samovar up`)"
+            )
 
 
 def url_of(settings: Settings, nodes: Mapping[str, str], deployed: Deployed) -> str:
@@ -238,7 +267,8 @@ def stale_tiers(now: Mapping[str, Application], wanted: Mapping[str, Application
 
     Empty: none. Raises `StartFailed` for the key of encryption at rest, which must not seem to be in use.
     """
-    before, after = (dict(_leaves(_tiers_of(apps), "tiers")) for apps in (now, wanted))
+    sections = section_keys()
+    before, after = (dict(_leaves(_tiers_of(apps), "tiers", sections)) for apps in (now, wanted))
     changed = sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
     how = "Ray has to be started again on every node (`samovar down` and `samovar up`)"
     if (key := "tiers.encryption_key_file") in changed:
@@ -257,12 +287,13 @@ def _tiers_of(apps: Mapping[str, Application]) -> Mapping[str, Any]:
     return tiers
 
 
-def _leaves(tree: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, Any], name: str, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield each setting below `name`; one that is a mapping as a whole, so that an empty one counts, too."""
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{name}.{key}")
+        if (at := f"{name}.{key}") in sections:
+            yield from _leaves(value, at, sections)
         else:
-            yield f"{name}.{key}", value
+            yield at, value
 
 
 def of_others(apps: Mapping[str, Application]) -> dict[str, Application]:
@@ -270,11 +301,16 @@ def of_others(apps: Mapping[str, Application]) -> dict[str, Application]:
     return {name: app for name, app in apps.items() if not is_ours(name)}
 
 
+KEEP_ALIVE_S = 4010
+"""For how long a proxy keeps an idle connection. Longer than the load balancer does (4,000 s at most, as
+`terraform/` checks): who closes first must be the one that sends, or a request meets a closing end."""
+
+
 def serve_config(settings: Settings, apps: Mapping[str, Application]) -> dict[str, Any]:
     """Return Serve's whole configuration."""
     return {
         "proxy_location": "EveryNode",
-        "http_options": http_options(settings.server),
+        "http_options": http_options(settings.server) | {"keep_alive_timeout_s": KEEP_ALIVE_S},
         "logging_config": serve_logs(settings).model_dump(mode="json", exclude_unset=True),
         "applications": list(apps.values()),
     }

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 import yaml
 
 from samovar.cluster.launch.settings import RenderFailed
-from samovar.configs.fields import Tree
+from samovar.configs.fields import Tree, overlaid
 
 TOKEN = "ray-token"
 SECRETS = "secrets"
+SECRETS_BYTES_MAX = 8192
+"""SSM's bound for a parameter of its advanced tier; those of the standard one have half of it."""
 NOT_FOUND = "ParameterNotFound"
 DENIED = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation")
 
@@ -42,12 +44,19 @@ def get_parameter(ssm: Any, name: str) -> str | None:
     return str(answer["Parameter"]["Value"])
 
 
-def put_parameter(ssm: Any, name: str, value: str) -> None:
-    """Write or replace the parameter, encrypted with the account's key for SSM. Raises `AwsRefused`."""
+def put_parameter(ssm: Any, name: str, value: str, kms_key_arn: str) -> None:
+    """Write or replace the parameter, encrypted with the key. Raises `AwsRefused`."""
     asked(
-        lambda: ssm.put_parameter(Name=name, Value=value, Type="SecureString", Overwrite=True),
+        lambda: ssm.put_parameter(
+            Name=name,
+            Value=value,
+            Type="SecureString",
+            KeyId=kms_key_arn,
+            Tier="Intelligent-Tiering",  # the advanced tier, which costs money, only for what needs it
+            Overwrite=True,
+        ),
         f"write the SSM parameter {name}",
-        f"ssm:PutParameter on parameter{name} and kms:Encrypt on its key",
+        f"ssm:PutParameter on parameter{name}, and kms:Encrypt and kms:GenerateDataKey on {kms_key_arn}",
     )
 
 
@@ -81,27 +90,43 @@ def new_token() -> str:
     return random_secrets.token_hex(TOKEN_BYTES)
 
 
-def keep_in_cloud(ssm: Any, prefix: str, given: Tree) -> Tree:
-    """Return the secrets that the nodes will read: `given` if not empty, else those in SSM; writes changes.
+def cloud_secrets(ssm: Any, prefix: str, given: Tree) -> Tree:
+    """Return the secrets that the nodes shall read: those kept in SSM, and over them the `given` settings.
 
-    Once given they stay in SSM: the next `samovar up` needs none. `ssm`: a boto3 client. Raises
-    `RenderFailed` if there are none, `AwsRefused`.
+    Once given they stay in SSM: the next `samovar up` needs none. Writes nothing. `ssm`: a boto3 client.
+    Raises `RenderFailed` if there are none, `AwsRefused`.
     """
-    token_name, secrets_name = f"{prefix}/{TOKEN}", f"{prefix}/{SECRETS}"
-    text = get_parameter(ssm, secrets_name)
-    kept = {} if text is None else _parsed(text, secrets_name)
+    kept = _kept(ssm, prefix)
     if not given and not kept:
         raise RenderFailed(
-            f"the cluster has no secrets yet: there is no SSM parameter {secrets_name}. Give them once, with "
-            "--secrets FILE (YAML: `auth:`, below it `api_keys:`, below it `my-team: <a key>`)"
+            f"the cluster has no secrets yet: there is no SSM parameter {prefix}/{SECRETS}. Give them once, "
+            "with --secrets FILE (YAML: `auth:`, below it `api_keys:`, below it `my-team: <a key>`)"
         )
-    old_secret = str(kept.get("auth", {}).get("server_secret") or "")
-    secrets = with_server_secret(given or kept, lambda: old_secret or new_token())
-    if secrets != kept:
-        put_parameter(ssm, secrets_name, yaml.safe_dump(secrets, sort_keys=True))
+    return with_server_secret(overlaid(kept, given), new_token)
+
+
+def keep_in_cloud(ssm: Any, prefix: str, kms_key_arn: str, secrets: Tree) -> None:
+    """Write the secrets to SSM if they have changed, and Ray's token if there is none.
+
+    `ssm`: a boto3 client. Raises `RenderFailed` if SSM would not take so many, `AwsRefused`.
+    """
+    token_name, secrets_name = f"{prefix}/{TOKEN}", f"{prefix}/{SECRETS}"
+    text = yaml.safe_dump(secrets, sort_keys=True)
+    if (nbytes := len(text.encode())) > SECRETS_BYTES_MAX:
+        raise RenderFailed(
+            f"the secrets are {nbytes:,} bytes, and an SSM parameter takes {SECRETS_BYTES_MAX:,}. Keep most "
+            "API keys elsewhere than in auth.api_keys: auth.keys_file, such as `postgres:`, has no such bound"
+        )
+    if secrets != _kept(ssm, prefix):
+        put_parameter(ssm, secrets_name, text, kms_key_arn)
     if get_parameter(ssm, token_name) is None:
-        put_parameter(ssm, token_name, new_token())
-    return secrets
+        put_parameter(ssm, token_name, new_token(), kms_key_arn)
+
+
+def _kept(ssm: Any, prefix: str) -> Tree:
+    name = f"{prefix}/{SECRETS}"
+    text = get_parameter(ssm, name)
+    return {} if text is None else _parsed(text, name)
 
 
 def with_server_secret(secrets: Tree, draw: Callable[[], str]) -> Tree:

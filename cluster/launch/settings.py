@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from samovar.cluster.launch.terraform import CloudOutputs
+from samovar.configs.cluster import ClusterSettings, KubeSettings
 from samovar.configs.fields import Tree, merged, public_tree
 from samovar.configs.sections import Section
 from samovar.configs.settings import Settings
@@ -67,7 +69,7 @@ def node_settings(settings: Settings, outputs: CloudOutputs | None, pod_gpus: in
         server=server,
         tiers=_with(tiers, nvme=nvme, s3=s3),
         launch=_with(launch, name=name),
-        **_placement(settings, _gpus(settings, outputs) if pod_gpus is None else pod_gpus),
+        **_placement(settings, outputs, pod_gpus),
     )
 
 
@@ -89,23 +91,21 @@ def _check_tls(settings: Settings, *, is_rack: bool, is_pod: bool) -> None:
         )
 
 
-def _gpus(settings: Settings, outputs: CloudOutputs | None) -> int:
-    """Return the number of GPUs of the node with the most."""
-    if outputs is None:
-        return settings.launch.rack.gpus
-    return max(pool.gpus for pool in outputs.pools.values())
-
-
-def _placement(settings: Settings, gpus: int) -> dict[str, Section]:
+def _placement(settings: Settings, outputs: CloudOutputs | None, pod_gpus: int | None) -> dict[str, Section]:
     """Return explicit `engine` and `cluster`: a head without a GPU cannot detect the nodes' devices."""
     engine, cluster, launch = settings.engine, settings.cluster, settings.launch
+    if pod_gpus is not None:
+        gpus, none = pod_gpus, "launch.kube.worker_gpus is 0"
+    elif outputs is not None:
+        gpus, none = max(pool.gpus for pool in outputs.pools.values()), "no pool in Terraform has any"
+    else:
+        gpus, none = launch.rack.gpus, "launch.rack.gpus is 0"
     device = engine.device
     if device == "auto":
         device = "cuda" if gpus else "cpu"
     if device == "cuda" and not gpus:
-        where = "launch.rack.gpus is 0" if launch.provider == "rack" else "no pool in Terraform has any"
         raise RenderFailed(
-            f"engine.device=cuda needs GPUs, and {where}. Correct that, or set engine.device=cpu"
+            f"engine.device=cuda needs GPUs, and {none}. Correct that, or set engine.device=cpu"
         )
     ranks = engine.tensor_parallel
     if device == "cuda" and gpus < ranks:
@@ -113,7 +113,9 @@ def _placement(settings: Settings, gpus: int) -> dict[str, Section]:
             f"engine.tensor_parallel={ranks} needs as many GPUs in one node, and the largest has {gpus}. "
             "Lower it, or take nodes with more GPUs"
         )
-    on_head = launch.provider == "rack" and launch.rack.spare_cpus_head
+    if pod_gpus is not None:
+        _check_fits_a_pod(cluster, launch.kube, ranks if device == "cpu" else 1)
+    on_head = outputs is None and pod_gpus is None and launch.rack.spare_cpus_head
     if device == "cpu" and cluster.replica_cpus == 0 and not on_head:
         raise RenderFailed(
             "cluster.replica_cpus=0: replicas that reserve no CPU would run on the head, and Ray would never "
@@ -130,6 +132,25 @@ def _placement(settings: Settings, gpus: int) -> dict[str, Section]:
     dashboard = f"http://127.0.0.1:{launch.dashboard_port}"
     cluster = _with(cluster, ray_address="auto", dashboard=dashboard, replicas_per_node_max=per_node)
     return {"engine": _with(engine, device=device), "cluster": cluster}
+
+
+def _check_fits_a_pod(cluster: ClusterSettings, kube: KubeSettings, ranks: int) -> None:
+    """Raise `RenderFailed` for replicas that no worker pod would ever have room for.
+
+    `ranks`: those that reserve CPUs.
+    """
+    cpus = math.ceil(kube.worker_cpus)  # as the operator tells Ray
+    if cluster.replica_cpus * ranks > cpus:
+        each = f", for each of engine.tensor_parallel={ranks}," if ranks > 1 else ""
+        raise RenderFailed(
+            f"cluster.replica_cpus={cluster.replica_cpus:g}{each} is more than a worker pod has "
+            f"(launch.kube.worker_cpus={kube.worker_cpus:g}). Raise the second or lower the first"
+        )
+    if cluster.replica_resources:
+        raise RenderFailed(
+            f"cluster.replica_resources has {', '.join(cluster.replica_resources)}, which no worker pod has. "
+            "Leave it out"
+        )
 
 
 def check_complete(on_nodes: Settings, secrets: Tree) -> None:

@@ -29,6 +29,7 @@ import yaml
 
 from samovar.cluster.launch.authority import new_authority
 from samovar.cluster.launch.aws import (
+    cloud_secrets,
     keep_in_cloud,
     leave_targets,
     live_instances,
@@ -56,6 +57,9 @@ from samovar.configs.cluster import LaunchSettings
 from samovar.configs.fields import Tree, public_tree, secret_tree, setting_fields
 from samovar.configs.settings import Settings
 from samovar.configs.tls import tls_in
+
+DRAWN = "auth.server_secret"
+"""The secret that `samovar up` draws where none is given."""
 
 LAST_OUTPUT_S = 2.0
 """A connection that ssh keeps for the next command holds the pipe open, so its end is not awaited."""
@@ -196,6 +200,11 @@ def clean(launch: LaunchSettings, host: str, env: Mapping[str, str]) -> str:
     return f"{host}: still runs {left}" if left else ""
 
 
+def rack_hosts(launch: LaunchSettings) -> list[str]:
+    """Return the machines of the rack that the settings name, the head first."""
+    return [host for host in (launch.rack.head, *launch.rack.workers) if host is not None]
+
+
 READY = "Samovar is ready: "
 DEPLOY_SPARE_S = 60.0
 """`samovar deploy` has the same limit, and gives the better message if it is the first to end."""
@@ -252,11 +261,19 @@ def up(launch: Launch, *, restart: bool = False) -> str:
     file = render(launch.settings, launch.outputs, str(launch.files.node_dir))  # first: it refuses bad input
     secrets = _secrets(launch)
     on_nodes = node_settings(launch.settings, launch.outputs)
-    check_complete(on_nodes, secrets)
+    check_complete(on_nodes, secrets)  # before any is written: what is refused leaves those kept as they are
+    if launch.outputs is not None:
+        launch.files.forget_secrets()
+        outputs = launch.outputs
+        keep_in_cloud(launch.client("ssm"), outputs.ssm_prefix, outputs.kms_key_arn, secrets)
     launch.files.write_node_files(on_nodes)
     if launch.outputs is None:
         launch.files.write_secrets(launch.files.token(), secrets)
         launch.files.write_authority(is_wanted=on_nodes.cluster.tls_dir == MADE_TLS_DIR)
+        for host in launch.files.rack_hosts():  # of the file before; those that left still run, with secrets
+            if host not in rack_hosts(launch.settings.launch):
+                left = clean(launch.settings.launch, host, without_secrets(launch.env))
+                launch.show(f"no longer of this rack: {left or f'{host}: stopped, its secrets removed'}")
     launch.files.write_cluster_file(file, header(file, launch.sources))
     launch.show(f"cluster file: {launch.files.cluster_file}")
     limit_s = launch.settings.launch.up_timeout_s
@@ -288,10 +305,12 @@ def down(launch: Launch) -> list[str]:
     code = _ray(launch, ["down", "-y", str(files.cluster_file)], DOWN_S_MAX, launch.show)
     left = [] if code == 0 else [f"`ray down` ended with code {code}: see above"]
     if launch.outputs is None:
-        rack = launch.settings.launch.rack
-        hosts = [host for host in (rack.head, *rack.workers) if host is not None]
+        hosts = dict.fromkeys([*files.rack_hosts(), *rack_hosts(launch.settings.launch)])
         found = [clean(launch.settings.launch, host, without_secrets(launch.env)) for host in hosts]
-        return left + [text for text in found if text]
+        left += [text for text in found if text]
+        if not left:  # another `samovar up` must not stop what these machines do then
+            files.cluster_file.unlink()
+        return left
     left += live_instances(launch.client("ec2"), launch.outputs.cluster_name)
     if launch.outputs.target_group_arn is not None:
         leave_targets(launch.client("elbv2"), launch.outputs.target_group_arn)
@@ -331,8 +350,19 @@ def _secrets(launch: Launch) -> Tree:
     given = secret_tree(launch.settings)
     if launch.outputs is None:
         return with_server_secret(given, launch.files.server_secret)
-    launch.files.forget_secrets()
-    return keep_in_cloud(launch.client("ssm"), launch.outputs.ssm_prefix, given)
+    secrets = cloud_secrets(launch.client("ssm"), launch.outputs.ssm_prefix, given)
+    names = [key for key, field in setting_fields().items() if field.secret]
+    stay = [key for key in names if _has(secrets, key) and not _has(given, key) and key != DRAWN]
+    if given and stay:  # who left one out to take it away must see that this does not
+        launch.show(f"not given, and kept as it is in SSM: {', '.join(stay)}")
+    return secrets
+
+
+def _has(tree: Tree, key: str) -> bool:
+    under: Any = tree
+    for name in key.split("."):
+        under = under.get(name) if isinstance(under, Mapping) else None
+    return under is not None
 
 
 def _deploy(launch: Launch, limit_s: float) -> None:
@@ -388,6 +418,13 @@ class ClusterHome:
 
     def write_cluster_file(self, file: ClusterFile, header: str) -> None:
         write_private(self.cluster_file, file.text(header))
+
+    def rack_hosts(self) -> list[str]:
+        """Return the machines in the cluster file, the head first; empty if it is none, or no rack's."""
+        if not self.cluster_file.exists():
+            return []
+        provider = yaml.safe_load(self.cluster_file.read_text())["provider"]
+        return [provider["head_ip"], *provider["worker_ips"]] if provider["type"] == "local" else []
 
     def write_node_files(self, on_nodes: Settings) -> None:
         """Write `node/`, without secrets. `on_nodes`: its settings. Raises `OSError` without the wheel."""

@@ -278,15 +278,28 @@ def _check(loaded: LoadedSettings, fields: dict[str, SettingField]) -> None:
 
 
 def _given_paths(loaded: LoadedSettings, fields: dict[str, SettingField]) -> Iterator[tuple[str, Path]]:
-    """Yield the paths in the settings that were given, with their keys; `launch` is not served."""
-    for key, field in fields.items():
-        value = _value(loaded.settings, key)
+    """Yield the paths in the settings that were given, with their keys; `launch` is not served.
+
+    Also those in a mapping, such as `engine.vllm.adapters`, and what further models have of their own.
+    """
+    models = loaded.settings.of_models()
+    first = models.pop("")
+    for key in fields:
         is_given = loaded.source[key] != "default" and not key.startswith("launch.")
-        is_given &= key != "auth.keys_file" or not loaded.settings.auth.has_key_table
-        if is_given and field.kind is Path and value is not None:
-            yield key, Path(value)
-    for name, given in loaded.settings.models.items():
-        yield f"models.{name}.model.path", Path(given["model"]["path"])
+        if is_given and (key != "auth.keys_file" or not first.auth.has_key_table):
+            yield from _paths_in(_value(first, key), key)
+    for name, one in models.items():
+        for key in fields:
+            if (value := _value(one, key)) != _value(first, key):
+                yield from _paths_in(value, f"models.{name}.{key}")
+
+
+def _paths_in(value: Any, key: str) -> Iterator[tuple[str, Path]]:
+    if isinstance(value, Path):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _paths_in(inner, f"{key}.{name}")
 
 
 def _written(loaded: LoadedSettings, fields: dict[str, SettingField]) -> list[str]:

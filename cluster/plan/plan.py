@@ -26,6 +26,7 @@ from samovar.cluster.plan.runs import (
     Result,
     Sweep,
     Traffic,
+    busy_s,
     check_gpus_a_replica,
     enough_replicas,
     jobs_by_default,
@@ -37,8 +38,11 @@ from samovar.cluster.plan.runs import (
 from samovar.cluster.plan.simulator.fleet import Fleet, Prices
 from samovar.cluster.plan.traces.readers import TraceOptions
 from samovar.configs.extras import ExtraMissing, require
+from samovar.configs.loader import load
 from samovar.configs.sections import GIB, KIB, PrefetchSettings
 
+GPU_PRESET = "aws"
+"""Whose `engine.sequences_max` a replica is taken to have, as services on GPUs do."""
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 GIB_MAX = 1 << 30
 
@@ -143,6 +147,7 @@ def fleet_of(ask: PlanAsk) -> Fleet:
     return Fleet(
         replicas=ask.replicas or 1,
         replicas_per_node=one.replicas_per_node // gpus,
+        slots=load(GPU_PRESET, {}, ()).settings.engine.sequences_max,
         gpus=gpus,
         prefill=replace(prefill, a_s=prefill.a_s / gpus, b_s=prefill.b_s / gpus),
         decode_token_s=one.decode_token_s / gpus,
@@ -206,15 +211,16 @@ def price_fields(prices: Prices) -> tuple[float, ...]:
 
 
 def busy_share(result: Result, traffic: Traffic) -> float:
-    """Return the share of the GPUs' time that prefill takes."""
-    return result.gpu_s / (result.fleet.replicas * traffic.lasts_s)
+    """Return the share of the GPUs' time that prefill or decoding takes, the larger of both."""
+    return busy_s(result.gpu_s, traffic, result.fleet) / (result.fleet.replicas * traffic.lasts_s)
 
 
 def usd_per_h_needed(result: Result, traffic: Traffic, prices: Prices) -> float:
-    """Return the cost with as many GPUs as the remaining prefill keeps `BUSY_SHARE` busy; same tiers."""
+    """Return the cost with as many GPUs as prefill and decoding keep `BUSY_SHARE` busy; same tiers."""
     fleet = result.fleet
     tiers = fleet.usd_per_h(prices) - fleet.replicas * fleet.gpus * prices.gpu_hour
-    return tiers + result.gpu_s / traffic.lasts_s / BUSY_SHARE * fleet.gpus * prices.gpu_hour
+    replicas = busy_s(result.gpu_s, traffic, fleet) / traffic.lasts_s / BUSY_SHARE
+    return tiers + replicas * fleet.gpus * prices.gpu_hour
 
 
 def in_gib(nbytes: float) -> str:
@@ -250,7 +256,8 @@ def facts(traffic: Traffic, fleet: Fleet, prices: Prices, bytes_from: str, *, is
         (
             "assumed",
             f"{1 / fleet.prefill.a_s:,.0f} prompt tokens/s and replica (less for long contexts), "
-            f"{1000 * fleet.decode_token_s:g} ms a token of an answer; GB/s: {speeds}",
+            f"{1000 * fleet.decode_token_s:g} ms a token of an answer, {fleet.slots} answers at a time; "
+            f"GB/s: {speeds}",
         ),
         (
             "assumed prices",
@@ -259,7 +266,7 @@ def facts(traffic: Traffic, fleet: Fleet, prices: Prices, bytes_from: str, *, is
         ),
         (
             "money",
-            f"fleet: as above; {BUSY_SHARE:.0%} busy: as many GPUs as the rest to compute keeps so busy",
+            f"fleet: as above; {BUSY_SHARE:.0%} busy: as many GPUs as prefill or decoding keeps so busy",
         ),
         ("simulated in", f"blocks of {traffic.block_tokens:,} tokens, of which only whole ones are found"),
         *(("note", note) for note in traffic.notes),

@@ -153,8 +153,13 @@ def check_gpus_a_replica(gpus: int) -> None:
 def enough_replicas(traffic: Traffic, fleet: Fleet) -> int:
     """Return how many replicas are `BUSY_SHARE` busy if there are no cache hits."""
     computed_s = sum(fleet.prefill.seconds(turn.input_tokens, 0) for turn in traffic.turns)
-    decoding = sum(turn.output_tokens for turn in traffic.turns) * fleet.decode_token_s / fleet.slots
-    return max(1, math.ceil(max(computed_s, decoding) / traffic.lasts_s / BUSY_SHARE))
+    return max(1, math.ceil(busy_s(computed_s, traffic, fleet) / traffic.lasts_s / BUSY_SHARE))
+
+
+def busy_s(prefill_s: float, traffic: Traffic, fleet: Fleet) -> float:
+    """Return for how long the traffic keeps one replica busy: prefill, or decoding with all slots in use."""
+    decode_s = sum(turn.output_tokens for turn in traffic.turns) * fleet.decode_token_s / fleet.slots
+    return max(prefill_s, decode_s)
 
 
 def run_policy(traffic: Traffic, fleet: Fleet, name: str) -> Result:

@@ -345,13 +345,11 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
         _parsed("--gpu", parse_size, ask.gpu),
         _parsed("--context", parse_contexts, ask.contexts),
     )
-    if gpu_bytes < GPU_BYTES_MIN:
-        raise PlanRefused(
-            f"--gpu {ask.gpu} is {gpu_bytes:,} bytes: write it with its unit, such as 80GB or 64GiB"
-        )
+    _check_unit("--gpu", ask.gpu, gpu_bytes)
     shape, weights_bytes = read_model(ask.model)
     if ask.weights is not None:
         weights_bytes = _parsed("--weights", parse_size, ask.weights)
+        _check_unit("--weights", ask.weights, weights_bytes)
     if weights_bytes is None:
         raise PlanRefused(f"there are no weights in {ask.model}: give their size (--weights 65GB)")
     options = replace(SizingOptions(), stored=stored, gpus=ask.tensor_parallel)
@@ -380,8 +378,15 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
     return 0
 
 
-GPU_BYTES_MIN = 16 * MIB
+SIZE_BYTES_MIN = 16 * MIB
 """Less is a size without its unit, and would give a table of zeros."""
+
+
+def _check_unit(option: str, given: str, nbytes: int) -> None:
+    if nbytes < SIZE_BYTES_MIN:
+        raise PlanRefused(
+            f"{option} {given} is {nbytes:,} bytes: write it with its unit, such as 80GB or 64GiB"
+        )
 
 
 def stated_context(path: Path) -> int | None:

@@ -91,6 +91,25 @@ run "templates" {
   }
 }
 
+run "a_newer_image" {
+  module { source = "./modules/compute" }
+
+  override_data {
+    target = data.aws_ssm_parameter.ami
+    values = { insecure_value = "ami-0aaaaaaaaaaaaaaaa" }
+  }
+
+  assert {
+    condition     = data.aws_ssm_parameter.ami[0].insecure_value == "ami-0aaaaaaaaaaaaaaaa"
+    error_message = "Nothing is tried without a newer image."
+  }
+
+  assert {
+    condition     = output.ami_id == "ami-0123456789abcdef0" && alltrue([for template in aws_launch_template.pool : template.image_id == output.ami_id])
+    error_message = "A later apply must keep the image: the head that runs may launch no other."
+  }
+}
+
 run "keys" {
   module { source = "./modules/compute" }
   variables {

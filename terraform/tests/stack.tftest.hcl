@@ -24,7 +24,7 @@ run "apply" {
   assert {
     condition = toset(keys(output.samovar)) == toset([
       "cluster_name", "region", "key_name", "head", "worker_instance_profile_arn", "security_group_id", "subnet_ids",
-      "pools", "kv", "ssm_prefix", "target_group_arn", "endpoint_url", "log_group",
+      "pools", "kv", "kms_key_arn", "ssm_prefix", "target_group_arn", "endpoint_url", "log_group",
     ])
     error_message = "The output samovar must have exactly the keys that cluster/launch/terraform.py reads."
   }

@@ -75,6 +75,7 @@ def make_account(
             for name, pool in pools.items()
         },
         "kv": {"bucket": BUCKET, "prefix": "kv", "region": REGION},
+        "kms_key_arn": ec2.client("kms").create_key()["KeyMetadata"]["Arn"],
         "ssm_prefix": f"/samovar/{cluster_name}",
         "target_group_arn": target_group_arn,
         "endpoint_url": f"http://{CLOUD_IP}:{port}",

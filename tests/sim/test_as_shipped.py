@@ -21,6 +21,7 @@ from samovar.cluster.plan.simulator.node import SimNode
 from samovar.cluster.plan.simulator.sim import Sim
 from samovar.cluster.plan.simulator.tier import Block, SimTier
 from samovar.cluster.plan.traces.replay import TraceOpenings
+from samovar.configs.loader import load as load_settings
 from samovar.configs.sections import (
     GIB,
     PolicyName,
@@ -60,8 +61,9 @@ MACHINE = {
 
 def test_every_field_of_a_fleet_is_a_machines_or_a_shipped_setting() -> None:
     assert {field.name for field in fields(Fleet)} == MACHINE | SETTINGS.keys()
-    for fleet in (Fleet(), fleet_of(PlanAsk(trace=None))):  # type: ignore[arg-type]
-        assert {name: getattr(fleet, name) for name in SETTINGS} == SETTINGS
+    on_gpus = SETTINGS | {"slots": load_settings("aws", {}, ()).settings.engine.sequences_max}
+    for fleet, shipped in ((Fleet(), SETTINGS), (fleet_of(PlanAsk(Path("trace"))), on_gpus)):
+        assert {name: getattr(fleet, name) for name in SETTINGS} == shipped
 
 
 @pytest.mark.parametrize("name", get_args(PolicyName))

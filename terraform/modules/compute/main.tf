@@ -5,7 +5,7 @@
 
 locals {
   efa_pools = { for name, pool in var.pools : name => pool if pool.efa_interfaces > 0 }
-  ami_id    = coalesce(var.ami_id, one(data.aws_ssm_parameter.ami[*].insecure_value))
+  ami_id    = coalesce(var.ami_id, one(terraform_data.ami[*].output))
 
   # All machines of a placement group, and so of an EFA pool, are in one zone.
   zones = {
@@ -20,6 +20,18 @@ data "aws_ssm_parameter" "ami" {
   count = var.ami_id == null ? 1 : 0
 
   name = var.ami_ssm_parameter
+}
+
+# The image of the first apply, not the newest: the head may launch only this one, from the templates' versions that it
+# knows, and with another one `samovar up` would replace it. The README says how to move on.
+resource "terraform_data" "ami" {
+  count = var.ami_id == null ? 1 : 0
+
+  input = data.aws_ssm_parameter.ami[0].insecure_value
+
+  lifecycle {
+    ignore_changes = [input]
+  }
 }
 
 resource "aws_key_pair" "this" {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,29 @@ SPECIAL: dict[str, object] = {
     "auth.oidc.issuer": "https://login.example",
     "auth.oidc.admin_if": {"groups": "samovar-admins"},
 }
+
+
+NUMBERS = [
+    key
+    for key, value in SPECIAL.items()
+    if isinstance(value, dict) and any(isinstance(one, int | float) for one in value.values())
+]
+"""Settings that are numbers by name."""
+
+
+@pytest.mark.parametrize("value", ["-1e12", "1e12", "NaN"])
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_by_name_have_bounds_like_all_others(key: str, value: str) -> None:
+    (name,) = SPECIAL[key]  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        load(None, {}, [f"--{key}", f'{{"{name}": {value}}}'])
+
+
+def test_a_tenants_share_is_a_share_and_a_tenants_name_can_be_one() -> None:
+    assert "tiers.tenant_shares" in NUMBERS
+    for given in ('{"kitchen": 30}', '{"kitchen": 0}', '{"The Kitchen": 0.3}'):
+        with pytest.raises(ConfigError, match=r"tiers\.tenant_shares"):
+            load(None, {}, ["--tiers.tenant-shares", given])
 
 
 def another(key: str) -> object:

@@ -110,6 +110,9 @@ def test_a_broken_trace_is_named_with_its_line(tmp_path: Path, trace: Path) -> N
 
 def test_weights_that_are_not_there_have_to_be_told(model: Path) -> None:
     assert "--weights 65GB" in refused("--model", model, "--gpu", "80GB")
+    assert "--weights 65 is 65 bytes: write it with its unit" in refused(
+        "--model", model, "--gpu", "80GB", "--weights", "65"
+    )
     assert "--weights: 'many' is not a size" in refused(
         "--model", model, "--gpu", "80GB", "--weights", "many"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 import yaml
 from pydantic import ValidationError
+from ray.serve.schema import HTTPOptionsSchema
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -25,6 +27,7 @@ from samovar.cluster.deploy.deploy import (
     deployed_of,
     nodes_table,
     of_others,
+    refuse_other_address,
     refuse_unfit,
     serve_config,
     stale_tiers,
@@ -34,11 +37,19 @@ from samovar.cluster.serve import rollout
 from samovar.cluster.serve.environment import ray_environment
 from samovar.cluster.serve.preflight import StartFailed
 from samovar.cluster.serve.ray_cluster import asks_for_token, refuse_open_cluster
-from samovar.cluster.serve.rollout import FRONT_APP, MODEL_APP_PREFIX, Patience, exchange, steps
+from samovar.cluster.serve.rollout import (
+    FRONT_APP,
+    MODEL_APP_PREFIX,
+    Patience,
+    exchange,
+    steps,
+)
 from samovar.configs.fields import merged, public_tree, secret_tree
-from samovar.configs.settings import EngineSettings, Settings
+from samovar.configs.settings import EngineSettings, ServerSettings, Settings
 from samovar.router.proxy import are_proxies_guarded, proxy_environment
+from tests.house import ROOT
 
+TERRAFORM = ROOT / "terraform"
 KEY, SECRET = "a-key-of-team-one", "a-secret-of-the-server"
 SECRETS = {"auth": {"api_keys": {"team": KEY}, "server_secret": SECRET}}
 OLD, NEW = f"{MODEL_APP_PREFIX}old", f"{MODEL_APP_PREFIX}new"
@@ -144,7 +155,36 @@ class TestApplications:
     def test_proxies_on_every_node_listen_where_the_settings_say(self) -> None:
         config = serve_config(settings_of(), {})
         assert config["proxy_location"] == "EveryNode"
-        assert config["http_options"] == {"host": "0.0.0.0", "port": 8000}
+        assert config["http_options"] == {"host": "0.0.0.0", "port": 8000, "keep_alive_timeout_s": 4010}
+        assert HTTPOptionsSchema.model_validate(config["http_options"]).keep_alive_timeout_s == 4010
+
+    def test_an_idle_connection_is_kept_longer_than_the_load_balancer_keeps_it(self) -> None:
+        """Else it sends a request on a connection that is being closed, and its client gets a 502."""
+        text = (TERRAFORM / "modules/edge/variables.tf").read_text()
+        (most,) = re.findall(r"var\.idle_timeout_s <= ([0-9]+)", text)
+        assert serve_config(settings_of(), {})["http_options"]["keep_alive_timeout_s"] > int(most)
+
+    @pytest.mark.parametrize(
+        ("changed", "said"),
+        [
+            ({"port": 9000}, r"server\.port=9000 would not be used: .* with 8000\..*samovar down"),
+            ({"host": "10.0.0.9"}, r"server\.host=10\.0\.0\.9 .* with 0\.0\.0\.0"),
+            (
+                {"tls_certificate": "/c.pem", "tls_key": "/k.pem"},
+                r"server\.tls_certificate=/c\.pem .* with None",
+            ),
+        ],
+    )
+    def test_proxies_that_listen_otherwise_are_not_waited_for(
+        self, changed: dict[str, Any], said: str
+    ) -> None:
+        settings = settings_of()
+        runs = {"host": "0.0.0.0", "port": 8000, "keep_alive_timeout_s": 90, "ssl_keyfile": None}
+        refuse_other_address({}, settings.server)
+        refuse_other_address(runs, settings.server)  # of a version with another time of idle connections
+        server = ServerSettings.model_validate(settings.server.model_dump() | changed)
+        with pytest.raises(StartFailed, match=said):
+            refuse_other_address(runs, server)
 
     def test_a_private_cluster_is_no_place_to_deploy_to(self) -> None:
         with pytest.raises(StartFailed, match="ray_address is `local`"):
@@ -235,9 +275,8 @@ class FakeServe(ServeApi):
 
     def deployed(self) -> Deployed:
         status = self._status.pop(0) if len(self._status) > 1 else self._status[0]
-        return Deployed(
-            {}, dict.fromkeys(self.sent[-1], status), dict.fromkeys(self.sent[-1], "why"), {}, {}, {}
-        )
+        why = dict.fromkeys(self.sent[-1], "why")
+        return Deployed({}, dict.fromkeys(self.sent[-1], status), why, {}, {}, {}, {})
 
 
 class TestRollout:
@@ -281,7 +320,7 @@ class TestRollout:
                 if not self.sent and late not in seen:
                     seen.append(late)
                     status[late] = "DEPLOYING"
-                return Deployed({}, status, dict.fromkeys(status, "why"), {}, {}, {})
+                return Deployed({}, status, dict.fromkeys(status, "why"), {}, {}, {}, {})
 
             def deploy(self, config: dict[str, Any]) -> None:
                 assert seen, f"{late} does not run yet"
@@ -298,7 +337,7 @@ class TestRollout:
         class Others(FakeServe):
             def deployed(self) -> Deployed:
                 status = {OLD: "RUNNING", FRONT_APP: "RUNNING", "theirs": "DEPLOY_FAILED"}
-                return Deployed({}, status, dict.fromkeys(status, "why"), {}, {}, {})
+                return Deployed({}, status, dict.fromkeys(status, "why"), {}, {}, {}, {})
 
         now = apps(OLD, FRONT_APP, "theirs")
         api, patience = Others("RUNNING"), Patience(60.0, "launch.up_timeout_s")
@@ -309,7 +348,7 @@ class TestRollout:
         class Broken(FakeServe):
             def deployed(self) -> Deployed:
                 status = {OLD: "RUNNING", FRONT_APP: "UNHEALTHY" if len(self.sent) == 1 else "RUNNING"}
-                return Deployed({}, status, dict.fromkeys(status, "why"), {}, {}, {})
+                return Deployed({}, status, dict.fromkeys(status, "why"), {}, {}, {}, {})
 
         assert self.exchange(Broken("RUNNING"), new=OLD) == []
 
@@ -327,6 +366,9 @@ def test_what_the_tiers_will_not_hear_of_is_said() -> None:
     assert stale_tiers({}, before) == ""
     assert stale_tiers(before, before) == ""
     assert stale_tiers({FRONT_APP: {"name": FRONT_APP}}, before) == "", "of a version that says it elsewhere"
+    after = deployed_with({"tenant_shares": {"kitchen": 0.3}, "profiles": {"of_tenant": {"kitchen": "code"}}})
+    for one, other in ((before, after), (after, before)):
+        assert "tiers.profiles.of_tenant, tiers.tenant_shares" in stale_tiers(one, other)
     after = deployed_with({"cpu": {"bytes_max": 2**31}, "nvme": {"direct_io": False}})
     said = stale_tiers(before, after)
     assert "tiers.cpu.bytes_max, tiers.nvme.direct_io" in said
@@ -374,7 +416,7 @@ def test_what_serve_says_is_read() -> None:
 def test_the_ready_line_names_an_address_that_others_reach(host: str, url: str) -> None:
     settings = settings_of()
     settings = settings.model_copy(update={"server": settings.server.model_copy(update={"host": host})})
-    deployed = Deployed({}, {}, {}, {"Ingress": ["n1"]}, {}, {})
+    deployed = Deployed({}, {}, {}, {"Ingress": ["n1"]}, {}, {}, {})
     assert url_of(settings, {"n1": "10.0.0.7"}, deployed) == url
 
 

@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError, NoCredentialsError
 from moto import mock_aws
 
 from samovar.cluster.launch import node_setup
-from samovar.cluster.launch.aws import AwsRefused, keep_in_cloud, leave_targets, live_instances
+from samovar.cluster.launch.aws import AwsRefused, cloud_secrets, keep_in_cloud, leave_targets, live_instances
 from samovar.cluster.launch.node_setup import (
     NodeSetupFailed,
     join_targets,
@@ -191,25 +191,54 @@ def test_instances_that_still_live_are_named(ssm: Any) -> None:
     assert live_instances(ec2, "test") == []
 
 
+KMS_KEY = "arn:aws:kms:us-east-1:123456789012:key/01234567-89ab-cdef-0123-456789abcdef"
+
+
+def kept(ssm: Any, given: dict[str, Any]) -> dict[str, Any]:
+    secrets = cloud_secrets(ssm, PREFIX, given)
+    keep_in_cloud(ssm, PREFIX, KMS_KEY, secrets)
+    return secrets
+
+
 def test_secrets_are_given_once_and_then_kept_in_the_cloud(ssm: Any) -> None:
     with pytest.raises(RenderFailed, match="no secrets yet"):
-        keep_in_cloud(ssm, PREFIX, {})
-    first = keep_in_cloud(ssm, PREFIX, SECRETS)
+        kept(ssm, {})
+    first = kept(ssm, SECRETS)
     assert len(first["auth"]["server_secret"]) == 64
     token = value(ssm, "ray-token")
     assert len(token) == 64
     assert yaml.safe_load(value(ssm, "secrets")) == first
-    assert keep_in_cloud(ssm, PREFIX, {}) == first
+    assert kept(ssm, {}) == first
     other = {"auth": {"api_keys": {"other": "another-key-of-sixteen"}}}
-    second = keep_in_cloud(ssm, PREFIX, other)
+    second = kept(ssm, other)
     assert second["auth"]["api_keys"] == other["auth"]["api_keys"]
     assert second["auth"]["server_secret"] == first["auth"]["server_secret"]  # blocks are found again
     assert value(ssm, "ray-token") == token
-    assert ssm.get_parameter(Name=f"{PREFIX}/secrets")["Parameter"]["Type"] == "SecureString"
+
+
+def test_secrets_in_the_cloud_have_the_clusters_key(ssm: Any) -> None:
+    kept(ssm, SECRETS)
+    found = {row["Name"]: (row["Type"], row["KeyId"]) for row in ssm.describe_parameters()["Parameters"]}
+    names = (f"{PREFIX}/secrets", f"{PREFIX}/ray-token")
+    assert found == dict.fromkeys(names, ("SecureString", KMS_KEY))
+
+
+def test_more_secrets_than_a_parameter_takes_are_refused_and_what_does(ssm: Any) -> None:
+    def keys(count: int) -> dict[str, Any]:
+        return {"auth": {"api_keys": {f"team-{at:04}": f"a-key-of-a-team-{at:032}" for at in range(count)}}}
+
+    kept(ssm, keys(100))  # more than the standard tier's 4 KiB
+    (row,) = (r for r in ssm.describe_parameters()["Parameters"] if r["Name"] == f"{PREFIX}/secrets")
+    assert row["Tier"] == "Intelligent-Tiering"
+    before = value(ssm, "secrets")
+    with pytest.raises(RenderFailed, match=r"SSM parameter takes 8,192\. .* auth\.keys_file") as failed:
+        kept(ssm, keys(200))
+    assert "a-key" not in str(failed.value)
+    assert value(ssm, "secrets") == before
 
 
 def test_secrets_in_the_cloud_that_are_none_are_refused_and_not_shown(ssm: Any) -> None:
     put(ssm, "secrets", "a-key-of-sixteen-characters")
     with pytest.raises(RenderFailed, match="does not hold settings") as failed:
-        keep_in_cloud(ssm, PREFIX, {})
+        kept(ssm, {})
     assert "a-key" not in str(failed.value)

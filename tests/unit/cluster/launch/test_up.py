@@ -108,8 +108,8 @@ class Parameters:
             raise ClientError({"Error": {"Code": "ParameterNotFound"}}, "GetParameter")
         return {"Parameter": {"Value": self.values[Name]}}
 
-    def put_parameter(self, Name: str, Value: str, Type: str, Overwrite: bool) -> None:
-        assert (Type, Overwrite) == ("SecureString", True)
+    def put_parameter(self, Name: str, Value: str, Type: str, Overwrite: bool, KeyId: str, Tier: str) -> None:
+        assert (Type, Overwrite, KeyId) == ("SecureString", True, outputs().kms_key_arn)
         self.values[Name] = Value
 
 
@@ -239,6 +239,27 @@ def test_nothing_is_started_with_settings_that_the_nodes_would_refuse(world: Wor
     assert world.calls() == []
 
 
+def test_what_is_refused_on_aws_leaves_the_secrets_that_are_kept(world: World) -> None:
+    kept = {"/samovar/samovar-example/secrets": "auth: {server_secret: one-that-was-put-there-by-hand}"}
+    world.parameters.values |= kept
+    with pytest.raises(RenderFailed, match=r"auth\.api_keys is empty"):
+        up(world.launch(aws("--auth.admin-key=an-admin-key-of-sixteen"), outputs()))
+    assert world.parameters.values == kept
+
+
+def test_one_secret_alone_is_added_to_those_that_are_kept(world: World) -> None:
+    up(world.launch(aws(f"--auth.api-keys={KEYS['SAMOVAR_AUTH__API_KEYS']}"), outputs()))
+    name = "/samovar/samovar-example/secrets"
+    before = yaml.safe_load(world.parameters.values[name])
+    up(world.launch(aws("--auth.admin-key=an-admin-key-of-sixteen"), outputs()))
+    after = yaml.safe_load(world.parameters.values[name])
+    assert after["auth"] == before["auth"] | {"admin_key": "an-admin-key-of-sixteen"}
+    assert "not given, and kept as it is in SSM: auth.api_keys" in world.shown
+    up(world.launch(aws('--auth.api-keys={"other": "another-key-of-sixteen"}'), outputs()))
+    last = yaml.safe_load(world.parameters.values[name])
+    assert last["auth"] == after["auth"] | {"api_keys": {"other": "another-key-of-sixteen"}}  # the first ends
+
+
 def test_a_key_that_ssh_would_refuse_is_refused_at_once(world: World) -> None:
     world.key.chmod(0o644)
     with pytest.raises(UpFailed, match=f"chmod 600 {world.key}"):
@@ -269,6 +290,28 @@ def test_down_cleans_every_machine_of_a_rack(world: World) -> None:
     launch = world.launch(rack())
     assert down(launch) == []
     assert world.calls() == [f"0 ray down {PRETTY} -y {world.files('samovar').cluster_file}"]
+    assert world.cleaned == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+
+
+def test_a_machine_that_left_the_settings_is_cleaned_all_the_same(world: World) -> None:
+    up(world.launch(rack()))
+    fewer = rack('--launch.rack.workers=["10.0.0.2"]')
+    assert down(world.launch(fewer)) == []
+    assert world.cleaned == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    up(world.launch(fewer))
+    up(world.launch(rack('--launch.rack.workers=["10.0.0.4"]')))
+    assert world.cleaned[3:] == ["10.0.0.2"], "what is down already may do other work by now"
+    assert "no longer of this rack: 10.0.0.2: stopped, its secrets removed" in world.shown
+
+
+def test_a_machine_that_could_not_be_cleaned_is_not_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up(world.launch(rack()))
+    with monkeypatch.context() as away:
+        away.setattr(up_module, "clean", lambda launch, host, env: f"{host}: cannot be reached ()")
+        down(world.launch(rack()))
+    assert down(world.launch(rack('--launch.rack.workers=["10.0.0.2"]'))) == []
     assert world.cleaned == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
 
 

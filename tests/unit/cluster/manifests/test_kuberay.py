@@ -175,7 +175,28 @@ def test_another_model_or_other_secrets_make_another_cluster(render: Render, tmp
     [
         (["--cluster.replica-cpus=1", "--launch.image="], "launch.image is empty"),
         (["--cluster.replica-cpus=0"], "cluster.replica_cpus=0"),
-        (["--engine.device=cuda"], "engine.device=cuda needs GPUs"),
+        (["--engine.device=cuda"], "engine.device=cuda needs GPUs, and launch.kube.worker_gpus is 0"),
+        (
+            ["--cluster.replica-cpus=5"],
+            "replica_cpus=5 is more than a worker pod has (launch.kube.worker_cpus=4)",
+        ),
+        (
+            [
+                "--cluster.replica-cpus=3",
+                "--engine.device=cpu",
+                "--engine.tensor-parallel=2",
+                "--engine.kv-groups=2",
+            ],
+            "replica_cpus=3, for each of engine.tensor_parallel=2, is more than a worker pod has",
+        ),
+        (
+            ["--cluster.replica-cpus=1", '--cluster.replica-resources={"kv_nvme": 1}'],
+            "cluster.replica_resources has kv_nvme, which no worker pod has",
+        ),
+        (
+            ["--config=rack", "--launch.rack.spare-cpus-head=true", "--cluster.replica-cpus=0"],
+            "cluster.replica_cpus=0",
+        ),
         (["--cluster.replica-cpus=1", "--launch.kube.worker-memory-bytes", str(3 * GIB)], "is too little"),
         (["--launch.kube.workers-min=9"], "launch.kube.workers_min=9 is more than"),
         (["--systemd"], "three different files"),

@@ -37,6 +37,10 @@ EXAMPLES = pytest.mark.parametrize(
 )
 
 
+VLLM = "--engine.kind=vllm"
+FURTHER = '--models={{"small": {{"model": {{"path": "/srv/small"}}, "{}": {}}}}}'
+
+
 def unit(*flags: str, config: str | None = None) -> str:
     return render_unit(load(config, KEYS, flags), Path("/bin/true"), config)
 
@@ -102,6 +106,13 @@ def test_exit_codes_are_those_of_serve() -> None:
         (("--engine.device=cpu",), "PrivateDevices", ["yes"]),
         ((), "ProtectHome", ["yes"]),
         (("--model=/home/me/m",), "ProtectHome", ["read-only"]),
+        (('--engine.vllm.adapters={"a": "/home/me/a"}', VLLM), "ProtectHome", ["read-only"]),
+        (
+            (FURTHER.format("engine", '{"vllm": {"python": "/root/v/bin/python"}}'),),
+            "ProtectHome",
+            ["read-only"],
+        ),
+        ((FURTHER.format("cluster", '{"replicas": 1}'),), "ProtectHome", ["yes"]),
         (("--tiers.nvme.dir=/mnt/kv", "--record=/srv/t/x.jsonl"), "ReadWritePaths", ["/srv/t", "/mnt/kv"]),
         (("--tiers.nvme.dir=/var/lib/samovar/kv",), "ReadWritePaths", []),
         (("--auth.audit-file=/var/log/s/audit.jsonl",), "ReadWritePaths", ["/var/log/s"]),
@@ -183,6 +194,13 @@ def render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Res
     [
         (["--model=models"], {}, "model.path=models depends on who starts it and where"),
         (["--tiers.nvme.dir=~/kv"], {}, "tiers.nvme.dir=~/kv depends on"),
+        ([VLLM, '--engine.vllm.adapters={"a": "models"}'], {}, "engine.vllm.adapters.a=models depends on"),
+        (["--models.small.model.path=models"], {}, "models.small.model.path=models depends on"),
+        (
+            [FURTHER.format("engine", '{"kind": "vllm", "vllm": {"python": "~/v/bin/python"}}')],
+            {},
+            "models.small.engine.vllm.python=~/v/bin/python depends on",
+        ),
         ([], {"SAMOVAR_SERVER__PORT": "9000"}, "SAMOVAR_SERVER__PORT is set in this shell"),
         (["--auth.admin-key=an-admin-key-of-sixteen"], {}, "auth.admin_key is a secret"),
         (["--secrets", "secrets.yaml"], {}, "--secrets is for --kuberay only"),

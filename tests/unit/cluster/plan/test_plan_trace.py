@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from samovar.cluster.plan.runs import (
 )
 from samovar.cluster.plan.simulator.fleet import Fleet, Prices
 from samovar.cluster.plan.traces.replay import next_starts_s
+from samovar.configs.loader import load
 from samovar.configs.sections import GIB
 
 CHAT = Path(__file__).resolve().parents[5] / "shared/traces/mooncake_conversation_first40min.jsonl.gz"
@@ -217,6 +219,28 @@ def test_bytes_and_money_are_counted_once(small_plan: Plan) -> None:
     assert planning.usd_per_h_needed(result, traffic, prices) == pytest.approx(4.0)
     half = replace(result, gpu_s=result.gpu_s / 2)
     assert planning.usd_per_h_needed(half, traffic, prices) == pytest.approx(2.5)
+
+
+def test_decoding_keeps_gpus_busy_and_costs_money(small_plan: Plan) -> None:
+    """10 requests a second that read and write 500 tokens: eight replicas, though prefill is nothing."""
+    one = small_plan.traffic.turns[0]
+    turns = [
+        replace(one, started_s=at / 10, input_tokens=500, output_tokens=500, blocks=()) for at in range(1001)
+    ]
+    traffic = replace(small_plan.traffic, turns=turns)
+    fleet = Fleet(slots=32)
+    assert enough_replicas(traffic, fleet) == 8
+    result = replace(result_of(0.9, gpu_s=1.0), fleet=replace(fleet, replicas=8))
+    assert planning.busy_share(result, traffic) == pytest.approx(0.586, abs=0.001)
+    assert planning.usd_per_h_needed(result, traffic, Prices(gpu_hour=3.0)) == pytest.approx(23.5, abs=0.1)
+
+
+def test_a_replica_decodes_as_many_as_on_a_gpu_it_does_and_the_plan_says_so(small_plan: Plan) -> None:
+    slots = load("local-gpu", {}, ()).settings.engine.sequences_max
+    assert small_plan.fleet.slots == slots == 128
+    console = Console(record=True, width=160, file=io.StringIO())
+    report_all(small_plan, console)
+    assert "128 answers at a time" in console.export_text()
 
 
 def test_an_overload_is_said(small_plan: Plan) -> None:
