@@ -77,6 +77,27 @@ CONTROL_S = 2.0
 """How long `describe` and the statistics wait for the slowest replica."""
 
 
+async def _broadcast(handle: Any, method: str, *args: object) -> list[Awaitable[Any]]:
+    """Ask all of a deployment, and return each one's call.
+
+    Serve's own `results_async` has no answer of any where the slowest is late (ray 2.60, `handle.py`).
+    """
+    asked = await handle.broadcast(method, *args)._fetch_replica_results_async()
+    return [one.get_async() for one in asked]
+
+
+async def answers_of_all(handle: Any, method: str, *args: object, timeout_s: float) -> list[Any]:
+    """Ask all of a deployment; return each one's answer or exception, `TimeoutError` of one that is late.
+
+    Raises `TimeoutError` and Ray's exceptions if they cannot be asked.
+    """
+    loop = asyncio.get_running_loop()
+    late_s = loop.time() + timeout_s
+    calls = await asyncio.wait_for(_broadcast(handle, method, *args), timeout_s)
+    bounded = [asyncio.wait_for(call, late_s - loop.time()) for call in calls]
+    return await asyncio.gather(*bounded, return_exceptions=True)
+
+
 class RayReplicaClient:
     """`ReplicaClient` over the Serve handle of the replica deployment.
 
@@ -198,9 +219,7 @@ class RayReplicaClient:
     async def kept(self, tenant: bytes, ref: bytes) -> tuple[LoggedAnswer | None, bool]:
         try:
             async with asyncio.timeout(CONTROL_S):
-                # Serve's own `results_async` waits for the slowest (ray 2.60, `handle.py`).
-                asked = self._handle.broadcast("kept", tenant, ref)._fetch_replica_results_async()
-                calls = [one.get_async() for one in await asked]
+                calls = await _broadcast(self._handle, "kept", tenant, ref)
         except (TimeoutError, RayError, RayServeException) as failed:
             logger.warning("kept: asking the replicas failed: %s", type(failed).__name__)
             return None, False
@@ -241,17 +260,15 @@ class RayReplicaClient:
         return good
 
     async def _broadcast(self, method: str, timeout_s: float, *args: object) -> list[Any]:
-        """Return every replica's answer or exception; empty if they cannot be asked or are too late."""
+        """Return every replica's answer or exception; empty if they cannot be asked."""
         try:
-            response = self._handle.broadcast(method, *args)
-            answers: list[Any] = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
+            return await answers_of_all(self._handle, method, *args, timeout_s=timeout_s)
         except (TimeoutError, DeploymentUnavailableError) as none:
             logger.debug("%s: no replica answered: %s", method, type(none).__name__)
             return []
         except (RayError, RayServeException) as failed:  # callers continue with what they know
             logger.warning("%s: asking the replicas failed: %s", method, failed)
             return []
-        return answers
 
     def _take_note(self, ticket: str, events: list[Event]) -> None:
         """Update the load tracker from the events of a call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from samovar.replicas.messages import (
     Admitted,
     Delta,
     Event,
+    Forgotten,
     GenerateRequest,
     Refused,
     SamplingParams,
@@ -23,6 +25,8 @@ from samovar.replicas.messages import (
 )
 from samovar.router.auth import ConcurrencyLimit, server_secret, tenant_salt
 from samovar.router.generation.failover import EventPump
+from samovar.router.ingresses import IngressesCleared
+from samovar.router.ingresses.ray_ingresses import RayIngresses
 from samovar.router.openai.errors import InvalidValue, TooManyRequests, shown
 from samovar.router.openai.messages import ChatMessage
 from samovar.router.openai.parse import BodyIds, ParsedChat, ParsedCompletion
@@ -182,7 +186,6 @@ class FakeHandle:
         self.asked: dict[str, Any] = {}
         self.cancels = 0
         self.broadcasts: list[tuple[object, ...]] = []
-        self.timeouts: list[float] = []
         self.generate = self
         self._left = iter(steps)
 
@@ -210,11 +213,27 @@ class FakeHandle:
         self.broadcasts.append((method, *args))
         return self
 
-    async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
-        self.timeouts.append(timeout_s)
+    async def _fetch_replica_results_async(self) -> list[Answer]:
         if isinstance(self.steps[0], Exception):
             raise self.steps[0]
-        return list(self.steps)
+        return [Answer(step) for step in self.steps]
+
+
+HANGS = object()
+
+
+@dataclass
+class Answer:
+    """One replica's, as Serve has it."""
+
+    step: Any
+
+    async def get_async(self) -> Any:
+        if self.step is HANGS:
+            await asyncio.Event().wait()
+        if isinstance(self.step, Exception):
+            raise self.step
+        return self.step
 
 
 REQUEST = GenerateRequest("r", [1], SamplingParams(max_tokens=1))
@@ -266,6 +285,22 @@ async def test_ray_client_describes_those_that_answer() -> None:
     for failure in (TimeoutError(), RayActorError(), RayServeException("shutting down")):
         client = RayReplicaClient(FakeHandle(failure), retry_after_s=1)
         assert (await client.describe(), await client.stats()) == ([], [])
+
+
+async def test_one_replica_that_hangs_silences_no_other() -> None:
+    handle = FakeHandle(Forgotten(2, 5, 60), HANGS, Forgotten(1, 5, 60))
+    counts = await RayReplicaClient(handle, retry_after_s=1, clear_timeout_s=0.01).clear(b"t", None)
+    assert (counts.replicas, counts.silent, counts.pages) == (2, 1, 3)
+
+
+async def test_one_ingress_that_hangs_silences_no_other() -> None:
+    told = ("one", b"a 1"), ("two", b"a 2")
+    ingresses = RayIngresses(FakeHandle(told[0], HANGS, told[1]), timeout_s=0.01)
+    assert await ingresses.metrics() == dict(told)
+    cleared = await RayIngresses(FakeHandle((2, True), HANGS, (1, False)), timeout_s=0.01).forget("t", None)
+    assert cleared == IngressesCleared(replies=3, silent=1, unfinished=1)
+    for failure in (TimeoutError(), RayActorError(), RayServeException("shutting down")):
+        assert await RayIngresses(FakeHandle(failure)).metrics() == {}
 
 
 async def test_ray_client_tells_of_nodes_by_what_any_replica_of_theirs_heard() -> None:
