@@ -299,6 +299,7 @@ class Cleared:
 class TierStats:
     """One row of the tiers table. Counters since the actor's start.
 
+    `bytes_max`: as it is set up; 0: it is not to be there.
     `listed_ago_s`: since the last listing that read all of a tier that other nodes write to began; None: it
     has none yet, or needs none. `medium_free_bytes`: what the disk has left, as of the last write; None: not
     known.
@@ -323,6 +324,11 @@ class TierStats:
     price: TierPrice | None = None
     listed_ago_s: float | None = None
     medium_free_bytes: int | None = None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing goes there: not set up, or it could not be opened, or another service has it."""
+        return self.state.startswith("off")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from samovar.cache_tiers.blocks import NVME, S3
+from samovar.cache_tiers.blocks import CPU, NVME, S3, TIERS
 from samovar.cache_tiers.messages import TierStats
 from samovar.cache_tiers.pricing import break_even_tokens, pairs_of
 from samovar.configs.fields import SettingField, setting_fields
@@ -86,7 +86,8 @@ def never_stored(window: Window) -> Finding:
     """Judge whether turns fail to reach the tiers, and name the reason."""
     stores = window.words("stores")
     # Where a tier is left out, that is what is wrong, and said by `breaker_open`.
-    is_out = any(tier.state.startswith("open") for _, tier in window.tiers()) or window.now.silent_nodes
+    closed = (tier.is_off or tier.state.startswith("open") for _, tier in window.tiers())
+    is_out = any(closed) or window.now.silent_nodes
     excused = WITHOUT_TIER if is_out else ()
     lost = {word: n for word, n in stores.items() if _is_lost(word) and word not in excused}
     bad, all_of = sum(lost.values()), sum(n for word, n in stores.items() if word != "skipped:price")
@@ -245,7 +246,7 @@ def storage_slow(window: Window) -> Finding:
         slow: dict[str, None] = {}
         useless: list[TierStats] = []
         for _, tier in window.tiers():
-            if tier.price is None:
+            if tier.price is None or tier.is_off:
                 continue
             first = break_even_tokens(tier.price, price, each)
             never = first is None or bool(context and first > context)
@@ -385,7 +386,8 @@ def breaker_open(window: Window) -> Finding:
     opened = [
         (node, tier)
         for node, tier in window.tiers()
-        if tier.state.startswith("open") and (tier.breaker_opened or tier.read_errors or tier.write_errors)
+        if tier.is_off
+        or (tier.state.startswith("open") and (tier.breaker_opened or tier.read_errors or tier.write_errors))
     ]
     count = sum(window.of_tier(node, tier, "breaker_opened") for node, tier in window.tiers())
     silent = window.now.silent_nodes
@@ -393,12 +395,16 @@ def breaker_open(window: Window) -> Finding:
     if not opened and not silent:
         return Finding("breaker_open", "clear", f"no breaker is open; opened {count:,} times", numbers)
     words = [
-        f"the {tier.name} tier of node {node.node_id[:8]} is {tier.state}: opened {tier.breaker_opened:,} "
-        f"times, {tier.read_errors:,} reads and {tier.write_errors:,} writes failed"
+        f"the {tier.name} tier of node {node.node_id[:8]} is {tier.state}"
+        + ("" if tier.is_off else f": opened {tier.breaker_opened:,} times, {tier.read_errors:,} reads and ")
+        + ("" if tier.is_off else f"{tier.write_errors:,} writes failed")
         for node, tier in opened
     ]
     words += [f"the tier actor of node {node[:8]} does not answer" for node in silent]
-    tokens, price = sum(tier.tokens for _, tier in opened), window.prefill
+    held = {}  # nodes tell of the same bucket
+    for node, tier in opened:
+        held["" if tier.name in TIERS.shared else node.node_id, tier.name] = tier.tokens
+    tokens, price = sum(held.values()), window.prefill
     brings = f"{tokens:,} tokens that lie there can be loaded again" if tokens else ""
     if tokens and price is not None:
         mean = window.mean_prompt_tokens
@@ -410,9 +416,11 @@ def breaker_open(window: Window) -> Finding:
 
 
 def _media(tier: str) -> str:
-    return {NVME.name: "the disk of tiers.nvme.dir", S3.name: "the bucket and the way to it"}.get(
-        tier, "Ray's object store"
-    )
+    return {
+        CPU.name: "Ray's object store",
+        NVME.name: "the disk of tiers.nvme.dir",
+        S3.name: "the bucket and the way to it",
+    }.get(tier, "the medium of tiers.more")
 
 
 def disk_full(window: Window) -> Finding:
@@ -421,7 +429,7 @@ def disk_full(window: Window) -> Finding:
     words, numbers = [], {}
     for node, tier in window.tiers():
         free = tier.medium_free_bytes
-        if tier.name != NVME.name or (free is None and tier.state != "read-only"):
+        if tier.name != NVME.name or tier.is_off or (free is None and tier.state != "read-only"):
             continue
         wanted = max(0, tier.bytes_max - tier.bytes_held)
         words.append(

@@ -106,7 +106,7 @@ def _prices(now: Snapshot) -> dict[str, TierPrice]:
     found: dict[str, TierPrice] = {}
     for node in now.nodes:
         for tier in node.tiers:
-            if tier.price is not None and tier.price.is_up and not tier.state.startswith("off"):
+            if tier.price is not None and tier.price.is_up and not tier.is_off:
                 before = found.get(tier.name)
                 if before is None or tier.price.seconds(1 << 20) > before.seconds(1 << 20):
                     found[tier.name] = tier.price

@@ -196,10 +196,10 @@ class Window:
         return +found
 
     def tiers(self) -> Iterator[tuple[NodeStats, TierStats]]:
-        """Yield the tiers of all nodes that are set up, with their nodes."""
+        """Yield the tiers of all nodes that are set up, with their nodes; some may be off."""
         for node in self.now.nodes:
             for tier in node.tiers:
-                if not tier.state.startswith("off"):
+                if not tier.is_off or tier.bytes_max:
                     yield node, tier
 
     def of_tier(self, node: NodeStats, tier: TierStats, name: str) -> int:

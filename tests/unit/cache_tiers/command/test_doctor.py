@@ -185,6 +185,8 @@ def test_a_connector_that_cannot_be_imported() -> None:
 
 
 UP = TierStats("nvme", "up", bytes_held=GIB, bytes_max=8 * GIB, medium_free_bytes=20 * GIB)
+MEMORY = TierStats("cpu", "up", bytes_max=GIB)
+REFUSED = TierStats("nvme", "off: cannot open it: Permission denied", bytes_max=8 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +196,11 @@ UP = TierStats("nvme", "up", bytes_held=GIB, bytes_max=8 * GIB, medium_free_byte
         ((), "error", ("no tier", "--tiers.cpu.bytes_max")),
         ((TierStats("nvme", "off: no directory"),), "error", ("no tier",)),
         ((UP, TierStats("s3", "open")), "warning", ("s3 is open",)),
+        ((MEMORY, REFUSED), "warning", ("nvme is off: cannot open it",)),
+        ((REFUSED,), "error", ("nvme is off: cannot open it",)),
         ((TierStats("nvme", "up", 0, 8 * GIB, medium_free_bytes=MIB),), "warning", ("1.0 MiB left", "free")),
     ],
-    ids=range(5),
+    ids=range(7),
 )
 def test_the_rooms(tiers: tuple[TierStats, ...], state: str, words: tuple[str, ...]) -> None:
     said(doctor.tiers_room(NodeStats("n", "life", 0, tiers)), state, *words)
