@@ -8,7 +8,10 @@ Times are seconds, sizes bytes. `keys` are block keys of one chain from its firs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
 
 from samovar.cache_tiers.blocks import (
     Address,
@@ -469,3 +472,16 @@ class SessionHeld:
     blocks: int
     tokens: int
     idle_s: float
+
+
+def as_json(value: Any) -> Any:
+    """Return a message, or what it holds, as JSON can hold it: infinities and NaN become null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return as_json(asdict(value))
+    if isinstance(value, Mapping):
+        return {key: as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from samovar.cache_tiers.blocks import CPU, NVME, S3, TIERS
-from samovar.cache_tiers.messages import TierStats
 from samovar.cache_tiers.pricing import break_even_tokens, pairs_of
 from samovar.configs.fields import SettingField, setting_fields
 from samovar.router.observe.diagnosis.conditions import BY_NAME, CONDITIONS
@@ -239,25 +238,31 @@ def storage_slow(window: Window) -> Finding:
         evidence += ": the tiers have taken nothing"
     if missed:
         evidence += f"; {missed:,} known tokens were computed again for that"
-    price, each = window.prefill, window.bytes_per_token
     changes: list[SettingChange] = []
-    if price is not None and each is not None:
-        context = max((one.context_tokens_max for one in window.now.serving), default=0)
+    tiers = [(tier, tier.price) for _, tier in window.tiers() if tier.price is not None and not tier.is_off]
+    useless = [tier for tier, _ in tiers if tier.bytes_max]
+    models = window.now.of_each_model
+    for one in map(Window, models):
+        price, each = one.prefill, one.bytes_per_token
+        if price is None or each is None:
+            useless.clear()  # loads may win for it
+            continue
+        context = max(info.context_tokens_max for info in one.now.serving)
         slow: dict[str, None] = {}
-        useless: list[TierStats] = []
-        for _, tier in window.tiers():
-            if tier.price is None or tier.is_off:
-                continue
-            first = break_even_tokens(tier.price, price, each)
+        for tier, tier_price in tiers:
+            first = break_even_tokens(tier_price, price, each)
             never = first is None or bool(context and first > context)
             wins = "never" if never else f"from {first:,} tokens on"
-            slow[f"{tier.name} at {tier.price.bytes_per_s / 1e9:.3g} GB/s wins {wins}"] = None
-            if never and tier.bytes_max:
-                useless.append(tier)
-        evidence += f". Loading a token ({in_bytes(each)}) from {'; '.join(slow)}" if slow else ""
+            slow[f"{tier.name} at {tier_price.bytes_per_s / 1e9:.3g} GB/s wins {wins}"] = None
+            if not never and tier in useless:
+                useless.remove(tier)
+        of_model = f" of {one.now.serving[0].model_name}" if len(models) > 1 else ""
+        evidence += f". Loading a token{of_model} ({in_bytes(each)}) from {'; '.join(slow)}" if slow else ""
         needed = ratio(each, price.a_s + price.c0_s / price.step_tokens)
         evidence += f"; {in_bytes(needed)}/s are as quick as computing a short context" if needed else ""
-        numbers["bytes_per_s_needed"] = needed
+        numbers["bytes_per_s_needed"] = max(needed, numbers.get("bytes_per_s_needed", 0.0))
+    if "bytes_per_s_needed" in numbers:
+        needed = numbers["bytes_per_s_needed"]
         if window.setting("engine.kv_dtype") == "auto":
             brings = f"halves a token's bytes: {in_bytes(needed / 2)}/s are enough; answers differ slightly"
             changes.append(SettingChange("engine.kv_dtype", "auto", "int8", brings))

@@ -60,7 +60,8 @@ class LiveSizing:
 
 
 def size_live(now: Snapshot, contexts: Sequence[int]) -> LiveSizing | None:
-    """Return the sizing of the service in a snapshot; None: no replica reports its model and prices yet."""
+    """Return the sizing of a service's first model; None: no replica of it reports its prices yet."""
+    now = now.of_each_model[0]
     window = Window(now)
     if not now.serving or window.prefill is None:
         return None
