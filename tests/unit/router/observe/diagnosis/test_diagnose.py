@@ -9,6 +9,7 @@ import pytest
 
 from samovar.router.observe.diagnosis import BY_NAME, CONDITIONS, Snapshot, diagnose, size_live
 from samovar.router.observe.diagnosis.diagnose import JUDGES
+from samovar.router.observe.diagnosis.snapshot import Window
 from tests.support.router.snapshots import (
     FRONT,
     HEALTHY,
@@ -146,6 +147,7 @@ def test_each_model_has_its_own_price_and_bytes() -> None:
         assert sizing is not None
         assert (sizing.model_name, sizing.replicas) == (SERVING.model_name, 1)
         assert (sizing.prefill.c0_s, sizing.prefill.a_s) == small[:2]
+        assert Window(now).prefill == sizing.prefill, "the diagnosis has the same"
         assert sizing.contexts[1].sequences == SERVING.sessions_that_fit(8192), (
             "the other's context is shorter"
         )
