@@ -451,7 +451,9 @@ def _parsed(text: str, path: Path) -> Any:
 
 def _text(path: Path) -> str:
     try:
-        return (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).decode()
+        if str(path) == "-":
+            return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         _exit(f"{path} cannot be read: {error}", EXIT_REFUSED)
 

@@ -69,7 +69,6 @@ def deploy(
     Run it on the head node, with the token that Ray was started with; `samovar up` does. Run again with
     other settings, it changes what is served, without a failed request.
     """
-
     from samovar.cluster.deploy.deploy import deploy as deploy_now
     from samovar.cluster.errors import StartFailed
     from samovar.cluster.serve.stages import console_of
@@ -419,7 +418,6 @@ def serve(
 
 def _look_first(settings: Settings, with_s3_demo: bool) -> StartStages:
     """Exit if the start cannot succeed, before anything heavy is imported; return what shows its stages."""
-
     from samovar.cluster.errors import StartFailed
     from samovar.cluster.serve.preflight import first_look
     from samovar.cluster.serve.stages import StartStages, console_of
@@ -552,7 +550,6 @@ def add_engine(ctx: typer.Context, engine: EngineArgument, config: ConfigOption 
     Needs uv (extra `engines`) and the package index. engine.device says for which device: without a GPU some
     3 GB are installed below model.cache_dir. One that is there stays. Also takes --section.key VALUE.
     """
-
     from samovar.cluster.engines.environment import EnvironmentFailed, add
     from samovar.cluster.engines.interpreter import environment_dir, python_of
     from samovar.cluster.serve.stages import StartStages, console_of

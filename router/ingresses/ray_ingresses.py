@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from samovar.router.ingresses.all_ingresses import IngressesCleared
-from samovar.router.routing.ray_clients import answers_of_all
+from samovar.router.routing import ray_clients
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class RayIngresses:
     async def _ask(self, method: str, *args: object) -> list[Any]:
         """Return each ingress's answer or exception; empty if none can be asked."""
         try:
-            told = await answers_of_all(self._handle, method, *args, timeout_s=self._timeout_s)
+            told = await ray_clients.answers_of_all(self._handle, method, *args, timeout_s=self._timeout_s)
         except (TimeoutError, DeploymentUnavailableError, RayError, RayServeException) as failed:
             logger.warning("%s: the ingresses could not be asked: %s", method, type(failed).__name__)
             return []
