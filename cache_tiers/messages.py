@@ -8,7 +8,10 @@ Times are seconds, sizes bytes. `keys` are block keys of one chain from its firs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
 
 from samovar.cache_tiers.blocks import (
     Address,
@@ -302,6 +305,7 @@ class Cleared:
 class TierStats:
     """One row of the tiers table. Counters since the actor's start.
 
+    `bytes_max`: as it is set up; 0: it is not to be there.
     `listed_ago_s`: since the last listing that read all of a tier that other nodes write to began; None: it
     has none yet, or needs none. `medium_free_bytes`: what the disk has left, as of the last write; None: not
     known.
@@ -326,6 +330,11 @@ class TierStats:
     price: TierPrice | None = None
     listed_ago_s: float | None = None
     medium_free_bytes: int | None = None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing goes there: not set up, or it could not be opened, or another service has it."""
+        return self.state.startswith("off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,3 +475,16 @@ class SessionHeld:
     blocks: int
     tokens: int
     idle_s: float
+
+
+def as_json(value: Any) -> Any:
+    """Return a message, or what it holds, as JSON can hold it: infinities and NaN become null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return as_json(asdict(value))
+    if isinstance(value, Mapping):
+        return {key: as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -248,7 +248,7 @@ def tiers(where: Path, greet: Callable[[], Welcome]) -> Result:
 
 def tiers_room(stats: NodeStats) -> Result:
     """Judge a node's counters: a tier that is down, a disk that is full, nothing that survives."""
-    used = [tier for tier in stats.tiers if not tier.state.startswith("off")]
+    used = [tier for tier in stats.tiers if not tier.is_off or tier.bytes_max]
     said = "; ".join(
         f"{tier.name} {tier.state}, {in_gib(tier.bytes_held)} of {in_gib(tier.bytes_max)}" for tier in used
     )
@@ -257,7 +257,7 @@ def tiers_room(stats: NodeStats) -> Result:
     for tier in used:
         if tier.state != "up":
             return (
-                "warning",
+                "error" if all(one.is_off for one in used) else "warning",
                 said,
                 f"{tier.name} is {tier.state}: the tiers' output says why; blocks wait elsewhere",
             )

@@ -10,11 +10,10 @@ import json
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from samovar.cache_tiers.command.doctor import SOCKET, Result, in_gib, vllm_checks
-from samovar.cache_tiers.messages import NodeStats
+from samovar.cache_tiers.messages import NodeStats, as_json
 from samovar.cache_tiers.socket.client import SocketLink
 from samovar.cache_tiers.socket.process import main as serve
 
@@ -82,7 +81,7 @@ def _status(words: Sequence[str]) -> int:
     if stats is None:
         print(f"no tiers answer at {path}. Start them with `samovar-tiers --socket {path}`", file=sys.stderr)
         return FAILED
-    print(json.dumps(asdict(stats), default=str) if given.json else table_of(stats))
+    print(json.dumps(as_json(stats), default=str, allow_nan=False) if given.json else table_of(stats))
     return 0
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samovar.cache_tiers.blocks import CPU, NVME, S3, TIERS, TierError
+from samovar.cache_tiers.blocks import CPU, NVME, S3, TIERS, TierError, TierName
 from samovar.cache_tiers.media import FaultyTier, NvmeTier, Tier, measure_direct_io, open_medium
 from samovar.cache_tiers.media import (
     s3 as s3_tier,
@@ -60,8 +60,7 @@ def build_tiers(
         try:
             nvme = _nvme(settings, nvme_dir, wall_clock)
         except TierError as error:
-            logger.warning("nvme tier: off: %s", error)
-            built.off[NVME.name] = str(error)
+            _leave_out(built, NVME.name, settings.nvme.bytes_max, error)
             built.unopened.add(NVME.name)
         else:
             _add(built, nvme, settings.nvme.bytes_max, settings.faults.nvme)
@@ -80,8 +79,7 @@ def build_tiers(
         try:
             s3 = s3_tier.S3Tier(settings.s3, wall_clock)
         except (ValueError, TierError) as error:
-            logger.warning("s3 tier: off: %s", error)
-            built.off[S3.name] = str(error)
+            _leave_out(built, S3.name, settings.s3.bytes_max, error)
             built.unopened.add(S3.name)
         else:
             _add(built, s3, settings.s3.bytes_max, settings.faults.s3)
@@ -89,8 +87,7 @@ def build_tiers(
         try:
             more = open_medium(settings.more)
         except TierError as error:
-            logger.warning("%s tier: off: %s", settings.more.name, error)
-            built.off[settings.more.name] = str(error)
+            _leave_out(built, settings.more.name, settings.more.bytes_max, error)
             built.unopened.add(settings.more.name)
         else:
             _add(built, more, settings.more.bytes_max, FaultSettings())
@@ -179,6 +176,13 @@ def _nvme(settings: TierSettings, nvme_dir: Path, wall_clock: Callable[[], float
 def _add(built: NodeMedia, tier: Tier, bytes_max: int, faults: FaultSettings) -> None:
     name = tier.name
     built.tiers[name] = tier if faults == FaultSettings() else FaultyTier(tier, faults)
+    built.bytes_max[name] = bytes_max
+
+
+def _leave_out(built: NodeMedia, name: TierName, bytes_max: int, error: Exception) -> None:
+    """Note why a tier that is set up does not work. Its size says that it should."""
+    logger.warning("%s tier: off: %s", name, error)
+    built.off[name] = str(error)
     built.bytes_max[name] = bytes_max
 
 

@@ -81,7 +81,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class NodeMedia:
-    """A node's tiers that work, the bytes each may hold, and why the others are `off`.
+    """A node's tiers that work, and why the others are `off`; the bytes that each may hold, if it is set up.
 
     `pending_path`: file of the pending clears and deletes; None: no directory is ours, nothing is kept.
     `late_pending_path`: that file, if its directory is waited for (`Tier.why_not_ours`); it is read then.
@@ -144,7 +144,10 @@ def guarded(
 
 
 def tier_stats(
-    state: NodeState, off: Mapping[TierName, str], listed_ago_s: Callable[[TierName], float | None]
+    state: NodeState,
+    off: Mapping[TierName, str],
+    bytes_max: Mapping[TierName, int],
+    listed_ago_s: Callable[[TierName], float | None],
 ) -> tuple[TierStats, ...]:
     """Return rows in the order of `TIERS`, also for tiers that are `off`, with the reason."""
     rows = []
@@ -153,7 +156,8 @@ def tier_stats(
         if guard is not None:
             rows.append(replace(_row(state, guard), listed_ago_s=listed_ago_s(name)))
         else:
-            rows.append(TierStats(name, f"off: {off.get(name, 'not configured')}"))
+            why = off.get(name, "not configured")
+            rows.append(TierStats(name, f"off: {why}", bytes_max=bytes_max.get(name, 0)))
     return tuple(rows)
 
 
@@ -347,7 +351,7 @@ class TierNode:
     ) -> None:
         self._settings = settings
         self._identity = identity
-        self._off = dict(media.off)
+        self._off, self._bytes_max = dict(media.off), dict(media.bytes_max)
         self._workers_max = settings.io_threads if workers is None else workers
         self._workers: list[threading.Thread] = []
         clock = ports.clock
@@ -557,7 +561,7 @@ class TierNode:
             self._identity.node_id,
             self._identity.incarnation,
             self._identity.restarts,
-            tier_stats(state, self._off, self._scans.listed_ago_s),
+            tier_stats(state, self._off, self._bytes_max, self._scans.listed_ago_s),
             moves=moves,
             stores=stores,
             misses=misses,

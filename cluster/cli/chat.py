@@ -5,6 +5,7 @@ Answers are shown as Markdown while they arrive, and keys wait unseen. HTTP is s
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -35,8 +36,9 @@ from samovar.cluster.cli.conversation import (
     error_message,
     printable,
 )
-from samovar.cluster.cli.running import trust_of
+from samovar.cluster.cli.running import AccessRefused, base_of, trust_of
 from samovar.cluster.serve.secrets import write_private
+from samovar.cluster.serve.stages import console_of
 from samovar.configs.json_text import parse_json
 from samovar.configs.model_reference import DEFAULT_NAME
 from samovar.configs.settings import ServerSettings
@@ -79,7 +81,8 @@ class PlainView:
     def add(self, text: str) -> None:
         """Print more of the answer."""
         if text:
-            self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+            self._console.file.write(text)  # `print` would expand tabs, and take `:key:` for an emoji
+            self._console.file.flush()
             self._is_at_line_start = text.endswith("\n")
 
     def close(self) -> None:
@@ -361,7 +364,13 @@ def run_chat(
 
     `question`: ask only this; the answer goes to stdout, all else to stderr. `plain`: no Markdown.
     """
-    console, errors = Console(), Console(stderr=True)
+    console, errors = (console_of(stderr=one) for one in (False, True))
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    # What is no text in the terminal's encoding arrives as halves of characters, which no request can hold.
+    question, system, model = (
+        one and one.encode(errors="replace").decode() for one in (question, system, model)
+    )
     client: ChatClient | None = None
     try:
         client = ChatClient(url, api_key)
@@ -461,16 +470,14 @@ class ChatClient:
     """Makes the three HTTP calls that a chat needs. Blocking; for one thread. Close it when done."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`url` is the server's root, with or without `/v1`. Raises `ChatError` if it is no HTTP URL."""
-        self.url = url.rstrip("/").removesuffix("/v1")
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ChatError(f"--url {url} is not a URL. Write it like http://127.0.0.1:8000")
-        if api_key and not (api_key.isascii() and api_key.isprintable()):
-            raise ChatError("the API key in SAMOVAR_API_KEY holds characters that no HTTP header can carry")
+        """`url`: the server's root, with or without `/v1`. Raises `ChatError` if it, or the key, is none."""
+        try:
+            self.url = base_of(url, api_key)
+        except AccessRefused as error:
+            raise ChatError(str(error)) from error
         self._auth = {"Authorization": f"Bearer {api_key}" if api_key else openai.omit}
         # A proxy from the environment cannot reach this machine's loopback address.
-        self.trusts_env = not ServerSettings(host=parts.hostname).is_loopback
+        self.trusts_env = not ServerSettings(host=urlsplit(self.url).hostname).is_loopback
         self._openai = openai.OpenAI(
             base_url=f"{self.url}/v1",
             api_key="-",  # not sent, but without one openai takes OPENAI_API_KEY

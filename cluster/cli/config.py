@@ -173,10 +173,11 @@ def _print_rows(rows: dict[str, dict[str, Any]], every: bool) -> None:
 
 def _show(headed: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Print each setting in lines of its own, so that keys and values can be copied; long lists are paged."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console()
+    from samovar.cluster.serve.stages import console_of
+
+    console = console_of()
     lines = []
     for group, rows in headed.items():
         lines += [Text(""), Text(group, style="bold underline")] if group else []

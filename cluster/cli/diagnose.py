@@ -98,11 +98,12 @@ def snapshot(url: str, api_key: str | None, *, transport: httpx.BaseTransport | 
 
 
 def _watch(url: str, api_key: str | None, every_s: float, *, every: bool, as_json: bool) -> None:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
     from rich.live import Live
 
     from samovar.cluster.cli.status import or_why_not
     from samovar.cluster.doctor.check import diagnosis_view
+    from samovar.cluster.serve.stages import console_of
     from samovar.router.observe.diagnosis import diagnose as judge
 
     pause, before = threading.Event(), None
@@ -121,7 +122,7 @@ def _watch(url: str, api_key: str | None, every_s: float, *, every: bool, as_jso
         while as_json:
             print(json.dumps(again().json(), ensure_ascii=False), flush=True)
             pause.wait(every_s)
-        with Live(console=Console(), auto_refresh=False, vertical_overflow="visible") as live:
+        with Live(console=console_of(), auto_refresh=False, vertical_overflow="visible") as live:
             while True:
                 live.update(or_why_not(view), refresh=True)
                 pause.wait(every_s)
@@ -139,9 +140,9 @@ def _print(found: Diagnosis, url: str, *, every: bool, as_json: bool) -> None:
 
 
 def _console() -> Any:
-    from rich.console import Console
+    from samovar.cluster.serve.stages import console_of
 
-    return Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
+    return console_of() if sys.stdout.isatty() else console_of(width=PIPE_COLUMNS)
 
 
 def doctor(

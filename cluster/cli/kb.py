@@ -34,6 +34,8 @@ ROUTE = "/v1/knowledge"
 CANDIDATES = f"{ROUTE}/candidates"
 TIMEOUT_S = 300.0
 PAGE = 200
+PART_BYTES_MAX = 3_000_000
+"""Of a file, as JSON: `limits.body_bytes_max` is 4 MiB unless it is set, and questions go along."""
 SEED = 18
 
 kb = typer.Typer(
@@ -58,10 +60,13 @@ class _Server:
     """The server that a command asks. Its answers are JSON; refusals end the command."""
 
     def __init__(self, url: str | None, api_key: str | None) -> None:
-        from samovar.cluster.cli.running import client_of, server_url
+        from samovar.cluster.cli.running import AccessRefused, client_of, server_url
 
-        self._base = server_url(url).rstrip("/").removesuffix("/v1")
-        self._client = client_of(self._base, api_key, TIMEOUT_S)
+        try:
+            self._client = client_of(server_url(url), api_key, TIMEOUT_S)
+        except AccessRefused as error:
+            _exit(str(error), EXIT_REFUSED)
+        self._base = f"{self._client.base_url}".rstrip("/")
 
     def ask(self, method: str, path: str, body: Any = None, **params: Any) -> dict[str, Any]:
         """Return the answer of a route."""
@@ -71,9 +76,13 @@ class _Server:
             reply = self._client.request(method, path, json=body, params=params or None)
         except httpx.HTTPError as error:
             _exit(f"{self._base} does not answer: {error or type(error).__name__}", EXIT_FAILED)
+        except (httpx.InvalidURL, UnicodeError) as error:
+            _exit(f"this cannot be sent, a character in it is no text: {error}", EXIT_REFUSED)
         return self._read(reply)
 
     def _read(self, reply: httpx.Response) -> dict[str, Any]:
+        from samovar.cluster.cli.conversation import error_code, error_message
+
         try:
             body = reply.json()
         except ValueError:
@@ -82,14 +91,14 @@ class _Server:
             _exit(f"{self._base} does not answer in JSON: is this a Samovar server?", EXIT_FAILED)
         if reply.status_code < 400:
             return body
-        error = body.get("error") or {}
-        if error.get("code") == "unknown_route":
+        code = error_code(body)
+        if code == "unknown_route":
             _exit(
                 "the knowledge base of this server is off. Serve with --knowledge.enabled true", EXIT_FAILED
             )
-        if error.get("code") == "entry_not_found" and reply.url.path.startswith(CANDIDATES):
+        if code == "entry_not_found" and reply.url.path.startswith(CANDIDATES):
             _exit("the loop of this server is off. Serve with --knowledge.loop.enabled true", EXIT_FAILED)
-        _exit(str(error.get("message", f"status {reply.status_code}")), EXIT_FAILED)
+        _exit(error_message(body) or f"status {reply.status_code}", EXIT_FAILED)
 
     def items(self, path: str, name: str = "id", **params: Any) -> Iterator[dict[str, Any]]:
         """Return all items of a list, page by page. `name`: the field by which pages go on."""
@@ -114,7 +123,10 @@ def add(
     url: UrlOption = None,
     api_key: ApiKeyOption = None,
 ) -> None:
-    """Add an entry, or import files: each whole or not at all."""
+    """Add an entry, or import files: each whole or not at all.
+
+    JSONL of more than 1,000 lines or 3 MB goes in parts, one after another, each whole or not at all.
+    """
     if (text is None) == (not files):
         _exit("give --text TEXT, or files", EXIT_REFUSED)
     server, questions = _Server(url, api_key), _questions(test)
@@ -124,7 +136,30 @@ def add(
         return
     for path in files or ():
         form = "markdown" if path.suffix.lower() in (".md", ".markdown") else "jsonl"
-        _added(server.ask("POST", f"{ROUTE}/import", _import(form, _text(path), kind, why, questions)))
+        given = _text(path)
+        for first, part in _parts(given) if form == "jsonl" else [(1, given)]:
+            try:
+                _added(server.ask("POST", f"{ROUTE}/import", _import(form, part, kind, why, questions)))
+            except typer.Exit:
+                if first > 1:
+                    typer.echo(f"samovar: of {path} only what is above line {first:,} was added", err=True)
+                raise
+
+
+def _parts(text: str) -> Iterator[tuple[int, str]]:
+    """Yield JSONL in parts that a request can hold, each with the number of its first line."""
+    from samovar.configs.optional_sections import KnowledgeSettings
+
+    part: list[str] = []
+    first, nbytes = 1, 0
+    for number, line in enumerate(text.rstrip().split("\n"), 1):
+        size = len(json.dumps(line, ensure_ascii=False).encode())
+        if part and (len(part) == KnowledgeSettings.import_entries_max or nbytes + size > PART_BYTES_MAX):
+            yield first, "\n".join(part)
+            part, first, nbytes = [], number, 0
+        part.append(line)
+        nbytes += size
+    yield first, "\n".join(part)
 
 
 def _import(form: str, text: str, kind: str, why: str, questions: list[Any]) -> dict[str, Any]:
@@ -416,7 +451,9 @@ def _parsed(text: str, path: Path) -> Any:
 
 def _text(path: Path) -> str:
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        if str(path) == "-":
+            return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         _exit(f"{path} cannot be read: {error}", EXIT_REFUSED)
 

@@ -69,21 +69,20 @@ def deploy(
     Run it on the head node, with the token that Ray was started with; `samovar up` does. Run again with
     other settings, it changes what is served, without a failed request.
     """
-    from rich.console import Console
-
     from samovar.cluster.deploy.deploy import deploy as deploy_now
     from samovar.cluster.errors import StartFailed
+    from samovar.cluster.serve.stages import console_of
     from samovar.configs.loader import ConfigError, load
     from samovar.replicas.messages import ModelRefused
 
-    errors = Console(stderr=True)
+    errors = console_of(stderr=True)
     try:
         settings = load(config, os.environ, ctx.args, secrets.expanduser()).settings
         url = deploy_now(settings, secrets, errors)
     except (ConfigError, StartFailed, ModelRefused) as error:
         errors.print(f"samovar: {error}", style="red", highlight=False, soft_wrap=True)
         raise typer.Exit(1 if isinstance(error, StartFailed) else 2) from error
-    Console().print(f"Samovar is ready: {url}", highlight=False, soft_wrap=True)
+    console_of().print(f"Samovar is ready: {url}", highlight=False, soft_wrap=True)
 
 
 ClusterFileOption = Annotated[
@@ -419,14 +418,12 @@ def serve(
 
 def _look_first(settings: Settings, with_s3_demo: bool) -> StartStages:
     """Exit if the start cannot succeed, before anything heavy is imported; return what shows its stages."""
-    from rich.console import Console
-
     from samovar.cluster.errors import StartFailed
     from samovar.cluster.serve.preflight import first_look
-    from samovar.cluster.serve.stages import StartStages
+    from samovar.cluster.serve.stages import StartStages, console_of
     from samovar.replicas.messages import ModelRefused
 
-    errors = Console(stderr=True)
+    errors = console_of(stderr=True)
     try:
         for warning in first_look(settings, with_s3_demo=with_s3_demo):
             errors.print(f"samovar: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -553,14 +550,12 @@ def add_engine(ctx: typer.Context, engine: EngineArgument, config: ConfigOption 
     Needs uv (extra `engines`) and the package index. engine.device says for which device: without a GPU some
     3 GB are installed below model.cache_dir. One that is there stays. Also takes --section.key VALUE.
     """
-    from rich.console import Console
-
     from samovar.cluster.engines.environment import EnvironmentFailed, add
     from samovar.cluster.engines.interpreter import environment_dir, python_of
-    from samovar.cluster.serve.stages import StartStages
+    from samovar.cluster.serve.stages import StartStages, console_of
 
     settings = load_or_exit(config, ctx.args).settings
-    stages = StartStages(Console(stderr=True))
+    stages = StartStages(console_of(stderr=True))
     try:
         with stages:
             found, is_new = add(settings, stages)

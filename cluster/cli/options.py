@@ -134,11 +134,12 @@ def print_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> None
         for line in (head, *lines):
             typer.echo("\t".join(line))
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from samovar.cluster.serve.stages import console_of
 
     table = Table(*head, box=None, pad_edge=False)
     for line in lines:
         table.add_row(*(Text(cell, overflow="fold") for cell in line))
-    Console().print(table)
+    console_of().print(table)

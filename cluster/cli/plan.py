@@ -251,13 +251,12 @@ def _run_live(
 
 def _exit_with(run: Any, *args: Any) -> NoReturn:
     """Run a mode and exit with its code; bad files or numbers give a one-line error, no traceback."""
-    from rich.console import Console
-
     from samovar.cluster.plan.runs import PlanRefused
     from samovar.cluster.plan.traces.files import TraceError
+    from samovar.cluster.serve.stages import console_of
     from samovar.replicas.messages import ModelRefused
 
-    console = Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
+    console = console_of() if sys.stdout.isatty() else console_of(width=PIPE_COLUMNS)
     try:
         code = run(console, *args)
     except (PlanRefused, TraceError, ModelRefused, ValueError, OSError) as error:

@@ -30,6 +30,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 FILES_MAX = 256
 """Files that are looked at: more were left by something else."""
 URL_CHARS_MAX = 512
+PORT_MAX = 65_535
 _PORT = re.compile(r":?(\d{1,5})")
 _HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}(/.*)?")
 
@@ -163,12 +164,33 @@ def trust_of(url: str, env: Mapping[str, str] = os.environ) -> ssl.SSLContext | 
     return ssl.create_default_context()
 
 
-def client_of(
-    base: str, api_key: str | None, timeout_s: float, transport: httpx.BaseTransport | None = None
-) -> httpx.Client:
-    """Return an HTTP client of the server at `base`, with the key if there is one."""
+class AccessRefused(ValueError):
+    """A server's address or key cannot be used; the message says why."""
+
+
+def base_of(url: str, api_key: str | None) -> str:
+    """Return the root of the server at `url`, which may end in /v1. Raises `AccessRefused`."""
     import httpx  # `samovar serve` needs none
 
+    base = url.rstrip("/").removesuffix("/v1")
+    try:
+        parts = httpx.URL(base)
+    except (httpx.InvalidURL, ValueError):
+        parts = httpx.URL()
+    if parts.scheme not in ("http", "https") or not parts.host or (parts.port or 0) > PORT_MAX:
+        raise AccessRefused(f"--url {url} is not a URL. Write it like {DEFAULT_URL}")
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise AccessRefused("the API key in SAMOVAR_API_KEY holds characters that no HTTP header can carry")
+    return base
+
+
+def client_of(
+    url: str, api_key: str | None, timeout_s: float, transport: httpx.BaseTransport | None = None
+) -> httpx.Client:
+    """Return an HTTP client of the server at `url`, with the key if there is one. Raises `AccessRefused`."""
+    import httpx
+
+    base = base_of(url, api_key)
     # trust_env: a proxy for external addresses cannot reach this machine.
     return httpx.Client(
         base_url=base,

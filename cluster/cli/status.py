@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 from pydantic import ByteSize
@@ -23,9 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from samovar.cache_tiers.blocks import TIERS
+from samovar.cache_tiers.messages import as_json as in_json
+from samovar.cluster.cli.conversation import error_message
 from samovar.cluster.cli.options import print_table
-from samovar.cluster.cli.running import client_of
+from samovar.cluster.cli.running import AccessRefused, client_of
+from samovar.cluster.serve.stages import console_of
 from samovar.cluster.serve.startup_table import TIER_WORDS, WELL, state_in_words
+from samovar.configs.json_text import parse_json
 
 TIMEOUT_S = 10.0
 COLUMNS_MAX = 10_000
@@ -83,24 +86,18 @@ def ask(url: str, api_key: str | None, *, transport: httpx.BaseTransport | None 
 
 
 def open_client(url: str, api_key: str | None, transport: httpx.BaseTransport | None = None) -> httpx.Client:
-    """Return a client of the server at `url`. Raises `StatusFailed` if that is no URL."""
-    base = url.rstrip("/").removesuffix("/v1")
-    parts = urlsplit(base)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise StatusFailed(f"--url {url} is not a URL. Write it like http://127.0.0.1:8000")
-    return client_of(base, api_key, TIMEOUT_S, transport)
+    """Return a client of the server at `url`. Raises `StatusFailed` if that, or the key, cannot be used."""
+    try:
+        return client_of(url, api_key, TIMEOUT_S, transport)
+    except AccessRefused as error:
+        raise StatusFailed(str(error)) from error
 
 
 def get_json(client: httpx.Client, path: str) -> dict[str, Any]:
     """Return the JSON object that a path answers with. Raises `StatusFailed`."""
-    try:
-        body = get(client, path).json()
-    except ValueError as error:
-        raise StatusFailed(
-            f"{_place(client, path)} does not answer in JSON: is this a Samovar server?"
-        ) from error
+    body = json_of(get(client, path))
     if not isinstance(body, dict):
-        raise StatusFailed(f"{_place(client, path)} answers with something else: is this a Samovar server?")
+        raise StatusFailed(f"{_place(client, path)} does not answer in JSON: is this a Samovar server?")
     return body
 
 
@@ -125,9 +122,19 @@ def get(client: httpx.Client, path: str) -> httpx.Response:
             f"{place} needs the administrator's key (auth.admin_key): set SAMOVAR_API_KEY to it. "
             f"The server says {reply.status_code}"
         )
+    if reply.status_code == 503 and (said := error_message(json_of(reply))):  # it starts, or stops
+        raise StatusFailed(f"{place}: {said}")
     if reply.status_code != 200 and path != "/health":
         raise StatusFailed(f"{place} answered {reply.status_code}: is this a Samovar server?")
     return reply
+
+
+def json_of(reply: httpx.Response) -> Any:
+    """Return the JSON of an answer; None: it is something else."""
+    try:
+        return parse_json(reply.content)
+    except ValueError:
+        return None
 
 
 def replica_rows(status: Status) -> list[Row]:
@@ -286,7 +293,7 @@ def show(
                 print(json.dumps(ask(url, api_key).json(), ensure_ascii=False), flush=True)
                 pause.wait(watch_s)
         view = all_of if every else short
-        with Live(console=Console(), auto_refresh=False, vertical_overflow="visible") as live:
+        with Live(console=console_of(), auto_refresh=False, vertical_overflow="visible") as live:
             while True:
                 live.update(or_why_not(lambda: view(ask(url, api_key), url)), refresh=True)
                 pause.wait(watch_s)
@@ -305,9 +312,9 @@ def show_tiers(path: Path, *, as_json: bool) -> None:
         raise StatusFailed(f"no tiers answer at {path}. Start them with `samovar tiers --socket {path}`")
     status = Status({}, (), (asdict(stats),))
     if as_json:
-        print(json.dumps(status.json()["nodes"][0], default=str))
+        print(json.dumps(in_json(stats), default=str, allow_nan=False))
         return
-    console = Console()
+    console = console_of()
     for head, rows in all_tables(status)[1:]:
         console.print(_fitting(head, rows, console))
 
@@ -332,7 +339,7 @@ def _print(status: Status, url: str, *, as_json: bool, every: bool) -> None:
         for line in draining_lines(status):
             print(f"\n{line}")
     else:
-        Console().print(all_of(status, url) if every else short(status, url))
+        console_of().print(all_of(status, url) if every else short(status, url))
 
 
 def _head(status: Status, url: str) -> str:
@@ -356,7 +363,7 @@ def all_tables(status: Status) -> list[tuple[Row, list[Row]]]:
 
 def all_of(status: Status, url: str) -> RenderableType:
     """Return all tables; a row too wide for the terminal is a block of lines, one for each column."""
-    console = Console()
+    console = console_of()
     parts: list[RenderableType] = [Text(_head(status, url)), Text("")]
     parts += [_fitting(head, rows, console) for head, rows in all_tables(status)]
     parts += [Text(line, style="yellow") for line in draining_lines(status)]

@@ -99,7 +99,9 @@ def _panel(number: int, panel: Panel, place: Mapping[str, int]) -> dict[str, Any
         "gridPos": dict(place),
         "targets": [_target(index, query) for index, query in enumerate(panel.queries)],
     }
-    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    defaults: dict[str, Any] = {"unit": panel.unit}
+    if panel.minimum is not None:
+        defaults["min"] = panel.minimum
     if panel.kind == "stat":
         found["options"] = {
             "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},

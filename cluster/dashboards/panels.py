@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from samovar.cache_tiers.blocks import S3
+
 RATE = "$__rate_interval"
 """Grafana's own: the shortest range that holds enough scrapes."""
 
@@ -22,7 +24,10 @@ class PanelQuery:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. `unit`: as Grafana names it; `is_stacked`: lines add up to something."""
+    """One panel. `unit`: as Grafana names it; `is_stacked`: lines add up to something.
+
+    `minimum`: of the axis; None: where the values are, which may be below zero.
+    """
 
     title: str
     text: str
@@ -30,6 +35,7 @@ class Panel:
     queries: tuple[PanelQuery, ...]
     kind: Literal["timeseries", "stat"] = "timeseries"
     is_stacked: bool = False
+    minimum: float | None = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,11 @@ def rate(metric: str, *by: str, where: str = "") -> str:
     """Return the per-second rate of a counter, summed by labels."""
     labels = f" by ({', '.join(by)})" if by else ""
     return f"sum{labels} (rate({metric}{where}[{RATE}]))"
+
+
+def over_nodes(gauge: str) -> str:
+    """Return a gauge of the tiers, summed over the nodes; all nodes tell of the same bucket."""
+    return f'sum by (tier) ({gauge}{{tier!="{S3.name}"}}) or max by (tier) ({gauge}{{tier="{S3.name}"}})'
 
 
 def _lru_gain(window: str) -> str:
@@ -243,14 +254,14 @@ ROWS = (
                 "Bytes held",
                 "",
                 "bytes",
-                (PanelQuery("sum by (tier) (samovar_tier_bytes)", "{{tier}}"),),
+                (PanelQuery(over_nodes("samovar_tier_bytes"), "{{tier}}"),),
                 is_stacked=True,
             ),
             Panel(
                 "Tokens held",
                 "",
                 "none",
-                (PanelQuery("sum by (tier) (samovar_tier_tokens)", "{{tier}}"),),
+                (PanelQuery(over_nodes("samovar_tier_tokens"), "{{tier}}"),),
                 is_stacked=True,
             ),
             Panel(
@@ -405,6 +416,7 @@ ROWS = (
                 "would still have, as a share of those asked for",
                 "percentunit",
                 (PanelQuery(_lru_gain(RATE), "all nodes"),),
+                minimum=None,
             ),
             Panel(
                 "Found by tier, and by LRU",
@@ -440,6 +452,7 @@ ROWS = (
                 "of prefetching, against other strategies",
                 "percentunit",
                 (PanelQuery("avg by (against) (samovar_prefetch_regret)", "{{against}}"),),
+                minimum=None,
             ),
             Panel(
                 "Audits",
@@ -473,10 +486,11 @@ def grew(metric: str, window: str, where: str = "") -> str:
     """Return an expression for a counter that grew within a window.
 
     A counter with labels often begins at 1: `increase` alone does not see a series' first value. A series
-    that a slow replica left out of one scrape has not begun again: so five minutes are looked at.
+    that was not scraped for a time, for one replica was slow or Prometheus was away, has not begun again:
+    so a day is looked at.
     """
     series = f"{metric}{where}"
-    is_old = f"last_over_time({series}[5m] offset {window})"
+    is_old = f"last_over_time({series}[1d] offset {window})"
     return f"increase({series}[{window}]) > 0 or ({series} > 0 unless {is_old})"
 
 
@@ -568,7 +582,8 @@ ALERTS = (
         300,
         "warning",
         "tier {{ $labels.tier }} of node {{ $labels.node }} does not work",
-        "`samovar status --all` says why: a breaker open after errors, or read-only; see disk or bucket",
+        "`samovar status --all` says why: a breaker open after errors, read-only, or off, as it could not be "
+        "opened; see disk or bucket",
     ),
     Alert(
         "SamovarTierErrors",

@@ -71,7 +71,7 @@ from samovar.cluster.serve.rollout import (
     s3_demo_of,
     unhealthy_here,
 )
-from samovar.cluster.serve.stages import StartStages
+from samovar.cluster.serve.stages import StartStages, console_of
 from samovar.cluster.serve.startup_table import next_steps, startup_table
 from samovar.configs.extras import ExtraMissing
 from samovar.configs.loader import ConfigError
@@ -290,7 +290,7 @@ class Service:
         """`stages`: shows how far the start is; None: on stderr, from now on. `kind`: of the replicas."""
         self.settings = settings
         self._kind = kind
-        self.stages = stages or StartStages(Console(stderr=True))
+        self.stages = stages or StartStages(console_of(stderr=True))
         self._given = settings  # as configured, before the start completes them
         self.infos: list[ReplicaInfo] = []
         self.model_app = ""
@@ -582,7 +582,7 @@ class Service:
                 return
         said = flush_line(done)
         if said:
-            Console(stderr=True).print(said, highlight=False)
+            console_of(stderr=True).print(said, highlight=False)
 
 
 def _in_flight(handle: Any, method: str) -> int:
@@ -612,13 +612,13 @@ async def _settle(handles: Sequence[Any], within_s: float) -> None:
 
 
 def _warn(text: str) -> None:
-    Console(stderr=True).print(f"samovar: {text}", style="yellow", highlight=False, soft_wrap=True)
+    console_of(stderr=True).print(f"samovar: {text}", style="yellow", highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def _progress(text: str) -> Iterator[None]:
     """Show a spinner on a terminal, one plain line elsewhere; on stderr, as stdout has the results only."""
-    console = Console(stderr=True)
+    console = console_of(stderr=True)
     if console.is_terminal:
         with console.status(text):
             yield
@@ -664,7 +664,7 @@ def serve_forever(
     own the process sleeps once it is ready (`Signals.sleep`), and this does not return: the same process goes
     on in `go_on`. `reload` and `on_end` must be such that they can be pickled.
     """
-    errors = Console(stderr=True)
+    errors = console_of(stderr=True)
     interrupt_on_signals()
     if reload is not None:
         note_hangups()
@@ -699,7 +699,7 @@ class Run:
         """Start the service, and run it until it is stopped. Returns the exit code."""
 
         def start(signals: Signals) -> int:
-            _say_ready(Console(), self.service)
+            _say_ready(console_of(), self.service)
             on_ready(self.service.url_here)
             return signal.SIGHUP if self.reload is not None and _hung_up else self._next(signals)
 
@@ -733,7 +733,7 @@ class Run:
 
     def _run(self, begin: Callable[[], object], first: Callable[[Signals], int]) -> int:
         """Begin, reload as often as it is asked for, and stop. `first`: returns the first signal."""
-        service, errors, has_failed = self.service, Console(stderr=True), True
+        service, errors, has_failed = self.service, console_of(stderr=True), True
         try:
             begin()
             reloads = () if self.reload is None else (signal.SIGHUP,)
@@ -823,10 +823,10 @@ def _update(service: Service, reload: Callable[[], Settings], errors: Console) -
         return
     if unseen is not None:
         said = f"samovar: the new configuration is in service, and not all replicas have answered: {unseen}"
-        errors.print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        errors.print(said, style="yellow", highlight=False, soft_wrap=True)
         return
-    _print_tables(Console(), service)
-    Console().print(f"\nSamovar is updated: {service.url}", highlight=False, soft_wrap=True)
+    _print_tables(console_of(), service)
+    console_of().print(f"\nSamovar is updated: {service.url}", highlight=False, soft_wrap=True)
 
 
 def _say_ended(errors: Console, error: StartFailed | KeyboardInterrupt) -> int:

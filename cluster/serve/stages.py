@@ -32,6 +32,15 @@ IN_WORDS = {
 NAME_COLUMNS = 12
 
 
+def console_of(*, stderr: bool = False, width: int | None = None) -> Console:
+    """Return a console for this process's output that prints text as it is.
+
+    Rich takes what is in brackets for markup, and `:key:` for an emoji: of `samovar[s3]` and
+    `http://[fd00::5]:8000` half is lost, `[/x]` raises.
+    """
+    return Console(stderr=stderr, width=width, markup=False, emoji=False)
+
+
 class StartStages:
     """Prints a line for each stage that is over; on a terminal with a spinner for the one that lasts.
 

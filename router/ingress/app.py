@@ -508,7 +508,10 @@ class _SimpleRoutes:
         _, states, unsynced = directory.counts()
         text, ingresses = _metrics_text(self._service, states, unsynced), self._service.ingresses
         if ingresses is not None:
-            text = await asyncio.to_thread(merged, text, await ingresses.metrics())
+            # Its own, too, where it could ask none: without the label they would be other series.
+            own = _metrics_text(self._service, {}, unsynced, own=True)
+            parts = {load_tracker.BOOK.ingress: own} | await ingresses.metrics()
+            text = await asyncio.to_thread(merged, text, parts)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def embeddings(self, request: Request) -> Response:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TIERS, root_tokens, session_of, tenant_tag
 from samovar.cache_tiers.forecast import HintEvent
+from samovar.cache_tiers.messages import as_json
 from samovar.cache_tiers.sessions import Move, SessionRow, SessionState, SessionView
 from samovar.configs.settings import TenantName
 from samovar.router.auth import ADMIN, Caller, read_model, require_admin, tenant_of
@@ -356,9 +355,9 @@ class CacheRoutes:
         replicas, nodes = await asyncio.gather(client.stats(), client.cache_stats())
         return JSONResponse(
             {
-                "replicas": [_plain(asdict(replica)) for replica in replicas],
-                "nodes": [_plain(asdict(node)) for node in nodes],
-                "serving": [_plain(asdict(info)) for info in self._service.readiness.replicas],
+                "replicas": [as_json(replica) for replica in replicas],
+                "nodes": [as_json(node) for node in nodes],
+                "serving": [as_json(info) for info in self._service.readiness.replicas],
                 "settings": settings_told(self._service.settings),
             }
         )
@@ -386,14 +385,3 @@ class CacheRoutes:
         if left := max((one["overwriting"] for one in done), default=0):
             told["pages"] = f"unreachable until overwritten, in {left} of {replicas} replicas"
         return JSONResponse(told)
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it: infinities and NaN become null."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

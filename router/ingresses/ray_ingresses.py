@@ -10,6 +10,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from samovar.router.ingresses.all_ingresses import IngressesCleared
+from samovar.router.routing import ray_clients
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +45,11 @@ class RayIngresses:
     async def _ask(self, method: str, *args: object) -> list[Any]:
         """Return each ingress's answer or exception; empty if none can be asked."""
         try:
-            response = self._handle.broadcast(method, *args)
-            answers: list[Any] = await response.results_async(
-                timeout_s=self._timeout_s, return_exceptions=True
-            )
+            told = await ray_clients.answers_of_all(self._handle, method, *args, timeout_s=self._timeout_s)
         except (TimeoutError, DeploymentUnavailableError, RayError, RayServeException) as failed:
             logger.warning("%s: the ingresses could not be asked: %s", method, type(failed).__name__)
             return []
-        return answers
+        for one in told:
+            if isinstance(one, BaseException):
+                logger.warning("%s: an ingress did not answer: %s", method, type(one).__name__)
+        return told

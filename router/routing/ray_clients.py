@@ -77,6 +77,27 @@ CONTROL_S = 2.0
 """How long `describe` and the statistics wait for the slowest replica."""
 
 
+async def _broadcast(handle: Any, method: str, *args: object) -> list[Awaitable[Any]]:
+    """Ask all of a deployment, and return each one's call.
+
+    Serve's own `results_async` has no answer of any where the slowest is late (ray 2.60, `handle.py`).
+    """
+    asked = await handle.broadcast(method, *args)._fetch_replica_results_async()
+    return [one.get_async() for one in asked]
+
+
+async def answers_of_all(handle: Any, method: str, *args: object, timeout_s: float) -> list[Any]:
+    """Ask all of a deployment; return each one's answer or exception, `TimeoutError` of one that is late.
+
+    Raises `TimeoutError` and Ray's exceptions if they cannot be asked.
+    """
+    loop = asyncio.get_running_loop()
+    late_s = loop.time() + timeout_s
+    calls = await asyncio.wait_for(_broadcast(handle, method, *args), timeout_s)
+    bounded = [asyncio.wait_for(call, late_s - loop.time()) for call in calls]
+    return await asyncio.gather(*bounded, return_exceptions=True)
+
+
 class RayReplicaClient:
     """`ReplicaClient` over the Serve handle of the replica deployment.
 
@@ -198,7 +219,7 @@ class RayReplicaClient:
     async def kept(self, tenant: bytes, ref: bytes) -> tuple[LoggedAnswer | None, bool]:
         try:
             async with asyncio.timeout(CONTROL_S):
-                calls = await calls_of(self._handle.broadcast("kept", tenant, ref))
+                calls = await _broadcast(self._handle, "kept", tenant, ref)
         except (TimeoutError, RayError, RayServeException) as failed:
             logger.warning("kept: asking the replicas failed: %s", type(failed).__name__)
             return None, False
@@ -245,11 +266,10 @@ class RayReplicaClient:
         Empty if there is none.
         """
         try:
-            return await answers_of(self._handle.broadcast(method, *args), timeout_s)
+            return await answers_of_all(self._handle, method, *args, timeout_s=timeout_s)
         except (TimeoutError, RayError, RayServeException) as failed:  # callers continue with what they know
-            is_usual = isinstance(
-                failed, TimeoutError | DeploymentUnavailableError
-            )  # while one starts or ends
+            # As usual while one starts or ends.
+            is_usual = isinstance(failed, TimeoutError | DeploymentUnavailableError)
             logger.log(
                 logging.DEBUG if is_usual else logging.WARNING,
                 "%s: asking the replicas failed: %s",
@@ -265,38 +285,6 @@ class RayReplicaClient:
                 self._book.admitted(ticket, event.receipt)
             elif isinstance(event, Failed) and event.replica_lost:
                 self._book.failed(ticket)
-
-
-async def calls_of(response: Any) -> list[Awaitable[Any]]:
-    """Return what gives each receiver's answer to a broadcast of Serve. Raises what choosing them raises.
-
-    Serve's own `results_async` waits for the slowest, and gives no answer at all if that one is late
-    (ray 2.60, `handle.py`).
-    """
-    return [one.get_async() for one in await response._fetch_replica_results_async()]
-
-
-async def answers_of(response: Any, within_s: float) -> list[Any]:
-    """Return each receiver's answer to a broadcast, or its exception; of one that is late, a `TimeoutError`.
-
-    Raises what choosing the receivers raises, `TimeoutError` included.
-    """
-    clock = asyncio.get_running_loop().time
-    ends_s = clock() + within_s
-    async with asyncio.timeout_at(ends_s):
-        asked = [asyncio.ensure_future(call) for call in await calls_of(response)]
-    try:
-        late = (await asyncio.wait(asked, timeout=max(0.0, ends_s - clock())))[1] if asked else set()
-    finally:
-        for one in asked:  # those that are over stay as they are
-            one.cancel()
-    answers = list[Any]()
-    for one in asked:
-        if one in late or one.cancelled():
-            answers.append(TimeoutError(f"no answer within {within_s:g} s"))
-        else:
-            answers.append(one.exception() or one.result())
-    return answers
 
 
 class _ServeCall:

@@ -210,6 +210,27 @@ def test_metrics_are_those_of_all(service: Service) -> None:
     assert None not in of_ingresses
 
 
+def test_one_that_hangs_takes_the_metrics_of_no_other(service: Service) -> None:
+    stopped, told = service.pids_of(INGRESS)[0], []
+
+    def is_told() -> bool:
+        bearer = {"authorization": f"Bearer {ADMIN}"}
+        with suppress(httpx.TimeoutException), httpx.Client(base_url=service.url, headers=bearer) as http:
+            told.append(http.get("/metrics", timeout=12).raise_for_status().text)
+        return bool(told)
+
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        until("one of the others is asked", is_told, 120)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGCONT)
+    rows = [line for line in told[0].splitlines() if line.startswith("samovar_requests_total{")]
+    assert all("ingress=" in row for row in rows), rows
+    assert len({row.split('ingress="')[1].split('"')[0] for row in rows}) >= INGRESSES - 1, rows
+    all_ingresses_serve(service)
+
+
 def open_at_once(service: Service, tenant: str, requests: int) -> tuple[int, list[int]]:
     """Send so many requests of a tenant at once; the most that streamed together, and all statuses."""
     spans: list[tuple[float, float]] = []

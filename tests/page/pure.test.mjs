@@ -460,3 +460,18 @@ test("each tier says from which length on it is sooner than computing, the hotte
     { name: "tape", when: "never, in this context" },
   ]);
 });
+
+test("a tier's bytes are those of all nodes, the bucket's are counted once, and one that cannot be opened says why", () => {
+  const node = (tiers) => ({ tiers: Object.fromEntries(tiers.map(([name, state, used, limit]) => [name, { state, used_bytes: used, limit_bytes: limit }])) });
+  const nodes = [
+    node([["cpu", "up", 1, 4], ["nvme", "off: cannot open it", 0, 8], ["s3", "up", 40, 100], ["more", "off: not configured", 0, 0]]),
+    node([["cpu", "up", 2, 4], ["nvme", "up", 3, 8], ["s3", "up", 41, 100], ["more", "off: not configured", 0, 0]]),
+  ];
+  const told = sources.tiersOf(nodes).map(({ name, used, limit, off, problems }) => [name, used, limit, off, [...problems]]);
+  assert.deepEqual(told, [
+    ["cpu", 3, 8, false, []],
+    ["nvme", 3, 16, false, ["off: cannot open it"]],
+    ["s3", 41, 100, false, []],
+    ["more", 0, 0, true, []],
+  ]);
+});

@@ -171,8 +171,10 @@ CONDITIONS = (
         "breaker_open",
         "A tier does not answer and is left out",
         "Conversations that lie there are computed again.",
-        "a tier's circuit breaker is open, or the tier actor of a node does not answer",
-        "See to the disk, the bucket or the process that is named; the tier is tried again by itself.",
+        "a tier's circuit breaker is open, or a tier that is set up is off, or the tier actor of a node does "
+        "not answer",
+        "See to the disk, the bucket or the process that is named; the tier is tried again by itself, one "
+        "that could not be opened at the next start.",
     ),
     Condition(
         "disk_full",

@@ -7,8 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from samovar.cache_tiers.blocks import NVME, S3
-from samovar.cache_tiers.messages import TierStats
+from samovar.cache_tiers.blocks import CPU, NVME, S3, TIERS
 from samovar.cache_tiers.pricing import break_even_tokens, pairs_of
 from samovar.configs.fields import SettingField, setting_fields
 from samovar.router.observe.diagnosis.conditions import BY_NAME, CONDITIONS
@@ -86,7 +85,8 @@ def never_stored(window: Window) -> Finding:
     """Judge whether turns fail to reach the tiers, and name the reason."""
     stores = window.words("stores")
     # Where a tier is left out, that is what is wrong, and said by `breaker_open`.
-    is_out = any(tier.state.startswith("open") for _, tier in window.tiers()) or window.now.silent_nodes
+    closed = (tier.is_off or tier.state.startswith("open") for _, tier in window.tiers())
+    is_out = any(closed) or window.now.silent_nodes
     excused = WITHOUT_TIER if is_out else ()
     lost = {word: n for word, n in stores.items() if _is_lost(word) and word not in excused}
     bad, all_of = sum(lost.values()), sum(n for word, n in stores.items() if word != "skipped:price")
@@ -238,25 +238,31 @@ def storage_slow(window: Window) -> Finding:
         evidence += ": the tiers have taken nothing"
     if missed:
         evidence += f"; {missed:,} known tokens were computed again for that"
-    price, each = window.prefill, window.bytes_per_token
     changes: list[SettingChange] = []
-    if price is not None and each is not None:
-        context = max((one.context_tokens_max for one in window.now.serving), default=0)
+    tiers = [(tier, tier.price) for _, tier in window.tiers() if tier.price is not None and not tier.is_off]
+    useless = [tier for tier, _ in tiers if tier.bytes_max]
+    models = window.now.of_each_model
+    for one in map(Window, models):
+        price, each = one.prefill, one.bytes_per_token
+        if price is None or each is None:
+            useless.clear()  # loads may win for it
+            continue
+        context = max(info.context_tokens_max for info in one.now.serving)
         slow: dict[str, None] = {}
-        useless: list[TierStats] = []
-        for _, tier in window.tiers():
-            if tier.price is None:
-                continue
-            first = break_even_tokens(tier.price, price, each)
+        for tier, tier_price in tiers:
+            first = break_even_tokens(tier_price, price, each)
             never = first is None or bool(context and first > context)
             wins = "never" if never else f"from {first:,} tokens on"
-            slow[f"{tier.name} at {tier.price.bytes_per_s / 1e9:.3g} GB/s wins {wins}"] = None
-            if never and tier.bytes_max:
-                useless.append(tier)
-        evidence += f". Loading a token ({in_bytes(each)}) from {'; '.join(slow)}" if slow else ""
+            slow[f"{tier.name} at {tier_price.bytes_per_s / 1e9:.3g} GB/s wins {wins}"] = None
+            if not never and tier in useless:
+                useless.remove(tier)
+        of_model = f" of {one.now.serving[0].model_name}" if len(models) > 1 else ""
+        evidence += f". Loading a token{of_model} ({in_bytes(each)}) from {'; '.join(slow)}" if slow else ""
         needed = ratio(each, price.a_s + price.c0_s / price.step_tokens)
         evidence += f"; {in_bytes(needed)}/s are as quick as computing a short context" if needed else ""
-        numbers["bytes_per_s_needed"] = needed
+        numbers["bytes_per_s_needed"] = max(needed, numbers.get("bytes_per_s_needed", 0.0))
+    if "bytes_per_s_needed" in numbers:
+        needed = numbers["bytes_per_s_needed"]
         if window.setting("engine.kv_dtype") == "auto":
             brings = f"halves a token's bytes: {in_bytes(needed / 2)}/s are enough; answers differ slightly"
             changes.append(SettingChange("engine.kv_dtype", "auto", "int8", brings))
@@ -385,7 +391,8 @@ def breaker_open(window: Window) -> Finding:
     opened = [
         (node, tier)
         for node, tier in window.tiers()
-        if tier.state.startswith("open") and (tier.breaker_opened or tier.read_errors or tier.write_errors)
+        if tier.is_off
+        or (tier.state.startswith("open") and (tier.breaker_opened or tier.read_errors or tier.write_errors))
     ]
     count = sum(window.of_tier(node, tier, "breaker_opened") for node, tier in window.tiers())
     silent = window.now.silent_nodes
@@ -393,12 +400,16 @@ def breaker_open(window: Window) -> Finding:
     if not opened and not silent:
         return Finding("breaker_open", "clear", f"no breaker is open; opened {count:,} times", numbers)
     words = [
-        f"the {tier.name} tier of node {node.node_id[:8]} is {tier.state}: opened {tier.breaker_opened:,} "
-        f"times, {tier.read_errors:,} reads and {tier.write_errors:,} writes failed"
+        f"the {tier.name} tier of node {node.node_id[:8]} is {tier.state}"
+        + ("" if tier.is_off else f": opened {tier.breaker_opened:,} times, {tier.read_errors:,} reads and ")
+        + ("" if tier.is_off else f"{tier.write_errors:,} writes failed")
         for node, tier in opened
     ]
     words += [f"the tier actor of node {node[:8]} does not answer" for node in silent]
-    tokens, price = sum(tier.tokens for _, tier in opened), window.prefill
+    held = {}  # nodes tell of the same bucket
+    for node, tier in opened:
+        held["" if tier.name in TIERS.shared else node.node_id, tier.name] = tier.tokens
+    tokens, price = sum(held.values()), window.prefill
     brings = f"{tokens:,} tokens that lie there can be loaded again" if tokens else ""
     if tokens and price is not None:
         mean = window.mean_prompt_tokens
@@ -410,9 +421,11 @@ def breaker_open(window: Window) -> Finding:
 
 
 def _media(tier: str) -> str:
-    return {NVME.name: "the disk of tiers.nvme.dir", S3.name: "the bucket and the way to it"}.get(
-        tier, "Ray's object store"
-    )
+    return {
+        CPU.name: "Ray's object store",
+        NVME.name: "the disk of tiers.nvme.dir",
+        S3.name: "the bucket and the way to it",
+    }.get(tier, "the medium of tiers.more")
 
 
 def disk_full(window: Window) -> Finding:
@@ -421,7 +434,7 @@ def disk_full(window: Window) -> Finding:
     words, numbers = [], {}
     for node, tier in window.tiers():
         free = tier.medium_free_bytes
-        if tier.name != NVME.name or (free is None and tier.state != "read-only"):
+        if tier.name != NVME.name or tier.is_off or (free is None and tier.state != "read-only"):
             continue
         wanted = max(0, tier.bytes_max - tier.bytes_held)
         words.append(

@@ -37,7 +37,8 @@ def kv_memory(window: Window) -> Finding:
     numbers |= {"preemptions": preempted, "turns": turns}
     if not (is_short or is_preempting):
         return Finding("kv_memory", "clear", evidence, numbers)
-    return Finding("kv_memory", "holds", evidence, numbers, tuple(_more_memory(window, full)))
+    own = next((one for one in window.now.of_each_model if full in one.replicas), window.now)
+    return Finding("kv_memory", "holds", evidence, numbers, tuple(_more_memory(Window(own), full)))
 
 
 def _more_memory(window: Window, full: EngineStats) -> list[SettingChange]:

@@ -60,7 +60,8 @@ class LiveSizing:
 
 
 def size_live(now: Snapshot, contexts: Sequence[int]) -> LiveSizing | None:
-    """Return the sizing of the service in a snapshot; None: no replica reports its model and prices yet."""
+    """Return the sizing of a service's first model; None: no replica of it reports its prices yet."""
+    now = now.of_each_model[0]
     window = Window(now)
     if not now.serving or window.prefill is None:
         return None
@@ -106,7 +107,7 @@ def _prices(now: Snapshot) -> dict[str, TierPrice]:
     found: dict[str, TierPrice] = {}
     for node in now.nodes:
         for tier in node.tiers:
-            if tier.price is not None and tier.price.is_up and not tier.state.startswith("off"):
+            if tier.price is not None and tier.price.is_up and not tier.is_off:
                 before = found.get(tier.name)
                 if before is None or tier.price.seconds(1 << 20) > before.seconds(1 << 20):
                     found[tier.name] = tier.price

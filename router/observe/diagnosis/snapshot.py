@@ -9,7 +9,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
@@ -106,6 +106,20 @@ class Snapshot:
     front: IngressCounts = IngressCounts()
     silent_nodes: tuple[str, ...] = ()
 
+    @property
+    def of_each_model(self) -> list[Snapshot]:
+        """The same with the replicas of one model, for each model that is served; tiers and front are of all.
+
+        A replica whose model is not told is in each.
+        """
+        found = []
+        for name in dict.fromkeys(one.model_name for one in self.serving):
+            others = {one.replica_id for one in self.serving if one.model_name != name}
+            replicas = tuple(one for one in self.replicas if one.replica_id not in others)
+            serving = tuple(one for one in self.serving if one.model_name == name)
+            found.append(replace(self, replicas=replicas, serving=serving))
+        return found or [self]
+
 
 def settings_told(settings: Settings) -> dict[str, Any]:
     """Return the values of `SETTINGS`."""
@@ -196,10 +210,10 @@ class Window:
         return +found
 
     def tiers(self) -> Iterator[tuple[NodeStats, TierStats]]:
-        """Yield the tiers of all nodes that are set up, with their nodes."""
+        """Yield the tiers of all nodes that are set up, with their nodes; some may be off."""
         for node in self.now.nodes:
             for tier in node.tiers:
-                if not tier.state.startswith("off"):
+                if not tier.is_off or tier.bytes_max:
                     yield node, tier
 
     def of_tier(self, node: NodeStats, tier: TierStats, name: str) -> int:
@@ -251,23 +265,24 @@ class Window:
 
     @property
     def prefill(self) -> PrefillPrice | None:
-        """What computing a prompt takes, as the replicas learned it; None: no replica has told.
+        """What computing a prompt takes, as the replicas of the first model learned it; None: none has told.
 
         Of several replicas the price in the middle.
         """
-        prices = sorted(one.prefill_price for one in self.now.replicas if any(one.prefill_price))
+        replicas = self.now.of_each_model[0].replicas
+        prices = sorted(one.prefill_price for one in replicas if any(one.prefill_price))
         if not prices:
             return None
         return PrefillPrice(*prices[len(prices) // 2], self.setting("engine.step_tokens_max") or math.inf)
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of KV per token of the served model; None: not told."""
+        """Bytes of KV per token of the first model; None: not told."""
         return self.now.serving[0].bytes_per_token if self.now.serving else None
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block."""
+        """Tokens of a block of the first model."""
         return self.now.serving[0].block_tokens if self.now.serving else 16
 
     def setting(self, key: str) -> Any:

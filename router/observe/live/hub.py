@@ -256,7 +256,7 @@ def advice_of(now: Snapshot, chars_max: int) -> Json:
     if not now.replicas or not now.serving:
         return {}
     told: Json = {"diagnosis": _diagnosis(diagnose(now), chars_max)}
-    longest = min(one.context_tokens_max for one in now.serving)
+    longest = min(one.context_tokens_max for one in now.of_each_model[0].serving)
     sizing = size_live(now, [*(tokens for tokens in CONTEXTS if tokens < longest), longest])
     if sizing is not None:
         told["memory"] = _memory(sizing)

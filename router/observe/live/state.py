@@ -156,8 +156,9 @@ def _ms(seconds: float | None) -> float | None:
 
 def _model(infos: Sequence[ReplicaInfo]) -> Json:
     info = infos[0]
+    own = [one for one in infos if one.model_name == info.model_name]  # others are of further models
     return {
-        "context_tokens": min(one.context_tokens_max for one in infos),
+        "context_tokens": min(one.context_tokens_max for one in own),
         "block_tokens": info.block_tokens,
         "bytes_per_token": info.bytes_per_token,
         "kv_dtype": info.kv_dtype,

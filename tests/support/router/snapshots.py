@@ -172,6 +172,7 @@ PLANTED: dict[tuple[str, str], Snapshot] = {
     ("breaker_open", "nvme"): with_tiers(
         CPU, replace(NVME, state="open", read_errors=4, breaker_opened=2), OFF
     ),
+    ("breaker_open", "s3"): with_tiers(CPU, NVME, TierStats("s3", "off: no such bucket", bytes_max=GIB)),
     ("disk_full", ""): with_tiers(CPU, replace(NVME, medium_free_bytes=200 * MIB), OFF),
 }
 """(condition, cause) -> a snapshot in which it holds, and no other."""

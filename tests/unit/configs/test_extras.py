@@ -115,6 +115,17 @@ def test_serve_without_boto3_refuses_a_bucket_and_names_the_extra() -> None:
 
 
 @pytest.mark.usefixtures("plain")
+def test_deploy_without_boto3_names_the_extra_whole(tmp_path: Path) -> None:
+    secrets = tmp_path / "secrets.yaml"
+    secrets.write_text("auth:\n  server_secret: '0123456789abcdef0123456789abcdef'\n")
+    secrets.chmod(0o600)
+    flags = ["--cluster.ray-address=auto", "--engine.device=cpu", *BUCKET]
+    done = CliRunner().invoke(app, ["deploy", "--secrets", str(secrets), *flags])
+    assert done.exit_code == 1
+    assert INSTALL_S3 in done.stderr
+
+
+@pytest.mark.usefixtures("plain")
 def test_a_node_without_boto3_has_its_other_tiers(tmp_path: Path) -> None:
     tiers = load(
         None, {}, [*BUCKET, "--tiers.cpu.bytes-max=0", "--tiers.nvme.direct-io=false"]

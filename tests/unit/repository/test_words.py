@@ -142,3 +142,19 @@ def test_the_search_finds_words_in_comments_docstrings_and_messages() -> None:
     source += "# A front door.\n"
     found = ["line 2: whoever", "line 3: nobody", "line 3: owed", "line 4: front door"]
     assert sorted(found_in(texts_of(source))) == found
+
+
+def consoles_of(source: str) -> list[int]:
+    """The lines where a console of Rich is made."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [one.lineno for one in calls if re.search(r"\bConsole$", ast.unparse(one.func))]
+
+
+def test_what_is_printed_loses_nothing() -> None:
+    """By `console_of`: a console of Rich's own takes `samovar[s3]` for markup, and `:key:` for an emoji."""
+    makers = [path for path in CODE if consoles_of(path.read_text(encoding="utf-8"))]
+    assert makers == [ROOT / "cluster/serve/stages.py"]
+
+
+def test_the_search_finds_consoles() -> None:
+    assert consoles_of("import rich\nrich.console.Console()\nConsole(stderr=True).print('[x]')") == [2, 3]

@@ -25,6 +25,8 @@ from samovar.replicas.messages import (
 )
 from samovar.router.auth import ConcurrencyLimit, server_secret, tenant_salt
 from samovar.router.generation.failover import EventPump
+from samovar.router.ingresses import IngressesCleared
+from samovar.router.ingresses.ray_ingresses import RayIngresses
 from samovar.router.openai.errors import InvalidValue, TooManyRequests, shown
 from samovar.router.openai.messages import ChatMessage
 from samovar.router.openai.parse import BodyIds, ParsedChat, ParsedCompletion
@@ -306,6 +308,16 @@ async def test_replicas_that_cannot_be_asked_have_cleared_nothing(why: Exception
     counts = await client.clear(b"t", None)
     assert (counts.replicas, counts.silent) == (0, 1)
     assert await client.pool_bytes(b"t", b"s") is None
+
+
+async def test_one_ingress_that_hangs_silences_no_other() -> None:
+    told = ("one", b"a 1"), ("two", b"a 2")
+    ingresses = RayIngresses(FakeHandle(told[0], SILENT, told[1]), timeout_s=0.01)
+    assert await ingresses.metrics() == dict(told)
+    cleared = await RayIngresses(FakeHandle((2, True), SILENT, (1, False)), timeout_s=0.01).forget("t", None)
+    assert cleared == IngressesCleared(replies=3, silent=1, unfinished=1)
+    for failure in (TimeoutError(), RayActorError(), RayServeException("shutting down")):
+        assert await RayIngresses(FakeHandle(failure)).metrics() == {}
 
 
 async def test_ray_client_tells_of_nodes_by_what_any_replica_of_theirs_heard() -> None:

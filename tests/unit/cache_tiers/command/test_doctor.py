@@ -13,11 +13,13 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from samovar.cache_tiers.command import doctor
 from samovar.cache_tiers.command.main import main
 from samovar.cache_tiers.messages import NodeStats, TierStats
 from samovar.cache_tiers.socket.wire import receive, send
+from samovar.cluster.cli.main import app
 from samovar.configs.sections import GIB, MIB
 from tests.support.nodes.node_harness import sample
 from tests.support.nodes.socket_world import World
@@ -185,6 +187,8 @@ def test_a_connector_that_cannot_be_imported() -> None:
 
 
 UP = TierStats("nvme", "up", bytes_held=GIB, bytes_max=8 * GIB, medium_free_bytes=20 * GIB)
+MEMORY = TierStats("cpu", "up", bytes_max=GIB)
+REFUSED = TierStats("nvme", "off: cannot open it: Permission denied", bytes_max=8 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +198,11 @@ UP = TierStats("nvme", "up", bytes_held=GIB, bytes_max=8 * GIB, medium_free_byte
         ((), "error", ("no tier", "--tiers.cpu.bytes_max")),
         ((TierStats("nvme", "off: no directory"),), "error", ("no tier",)),
         ((UP, TierStats("s3", "open")), "warning", ("s3 is open",)),
+        ((MEMORY, REFUSED), "warning", ("nvme is off: cannot open it",)),
+        ((REFUSED,), "error", ("nvme is off: cannot open it",)),
         ((TierStats("nvme", "up", 0, 8 * GIB, medium_free_bytes=MIB),), "warning", ("1.0 MiB left", "free")),
     ],
-    ids=range(5),
+    ids=range(7),
 )
 def test_the_rooms(tiers: tuple[TierStats, ...], state: str, words: tuple[str, ...]) -> None:
     said(doctor.tiers_room(NodeStats("n", "life", 0, tiers)), state, *words)
@@ -226,7 +232,12 @@ def test_the_status(world: World, capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "cpu   up" in out
     assert "taken 1" in out
     assert main(["status", "--socket", str(world.socket.path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["incarnation"] == "life-1"
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert told["incarnation"] == "life-1"
+    assert told["tiers"][0]["price"]["bytes_per_s"] is None, "not measured: no reader of JSON takes Infinity"
+    assert CliRunner().invoke(app, ["status", "--tiers", str(world.socket.path), "--json"]).stdout == (
+        f"{json.dumps(told)}\n"
+    )
     assert main(["status", "--socket", str(tmp_path / "none.sock")]) == 1
     assert "Start them with" in capsys.readouterr().err
 

@@ -11,8 +11,11 @@ from samovar.cache_tiers.blocks import Clear, TierError
 from samovar.cache_tiers.media import FaultyTier
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.tier import Tier
+from samovar.cache_tiers.node.build import build_tiers
+from samovar.cache_tiers.node.manager import NodeIdentity, NodePorts, TierNode
 from samovar.cache_tiers.node.state import PendingDeletes
-from samovar.configs.sections import FaultSettings, TierSettings
+from samovar.configs.sections import MIB, FaultSettings, TierSettings
+from tests.support.clock import Clock
 from tests.support.inside import join_scans
 from tests.support.nodes.node_harness import OTHER_TENANT, SESSION, TENANT, Bench, bench, nvme, sample
 
@@ -62,6 +65,21 @@ def test_a_tier_whose_directory_is_taken_is_refused_unless_it_waits(tmp_path: Pa
     assert waiting.why_not_ours() == ""
     assert not waiting.take()
     waiting.close()
+
+
+def test_a_tier_that_cannot_be_opened_is_off_and_keeps_its_size(tmp_path: Path) -> None:
+    """By which an alert and `samovar diagnose` tell it from one that is not to be there."""
+    settings = TierSettings.model_validate({"nvme": {"bytes_max": MIB}})
+    (tmp_path / "kv").write_text("no directory")
+    media = build_tiers(settings, tmp_path / "kv", make_cpu=HeapTier, wall_clock=lambda: 2000.0)
+    ports = NodePorts(Clock(), lambda: 2000.0, lambda *_: None)
+    node = TierNode(settings, media, NodeIdentity("node", "first"), ports, workers=0)
+    try:
+        rows = {tier.name: tier for tier in node.stats().tiers}
+    finally:
+        node.close()
+    assert rows["nvme"].state.startswith("off: opening"), rows["nvme"].state
+    assert (rows["nvme"].bytes_max, rows["s3"].bytes_max) == (MIB, 0)
 
 
 @pytest.mark.parametrize("faults", [None, FaultSettings(delay_s=1e-9)], ids=["plain", "wrapped"])

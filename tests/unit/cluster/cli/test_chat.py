@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from prompt_toolkit.history import InMemoryHistory
 from rich.console import Console
+from typer.testing import CliRunner
 
 from samovar.cluster.cli import chat as chat_module
 from samovar.cluster.cli.chat import Chat, ChatClient
@@ -30,6 +31,7 @@ from samovar.cluster.cli.conversation import (
     Sampling,
     printable,
 )
+from samovar.cluster.cli.main import app
 from samovar.configs.model_reference import DEFAULT_NAME
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -506,6 +508,17 @@ def test_a_pipe_can_chat(server: FakeServer) -> None:
     assert done.returncode == 1
     assert server.requests[0][1]["model"] == "fake-model"
     assert server.requests[0][0]["authorization"] == "Bearer from-the-environment"
+
+
+def test_what_is_no_text_is_asked_without_it(server: FakeServer) -> None:
+    """A file in Latin-1: in a pipe, and as an argument."""
+    server.answers = [ANSWER, ANSWER]
+    env = {"SAMOVAR_URL": server.url, "SAMOVAR_API_KEY": ""}
+    piped = CliRunner().invoke(app, ["chat"], input=b"gr\xfc\xdfe\n", env=env)
+    given = CliRunner().invoke(app, ["chat", "gr\udcfc\udcdfe"], env=env)
+    assert (piped.exit_code, given.exit_code) == (0, 0), (piped.exception, given.exception)
+    asked = [body["messages"][0]["content"] for _, body in server.requests]
+    assert asked == ["gr\ufffd\ufffde", "gr??e"]
 
 
 def test_one_question_gives_its_answer_alone(server: FakeServer) -> None:

@@ -12,10 +12,12 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from samovar.cluster.cli import running
 from samovar.cluster.cli.main import app
 from tests.support.router.router_harness import MODEL, House, make_settings, spoken
 from tests.support.services.postgres_server import PostgresServer
 
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 Run = Callable[..., Awaitable[str]]
 MARKDOWN = (
     "# Orders\nkind: schema\n\nTable orders_raw has one row per order.\n\n# Refunds\n\nThey are negative.\n"
@@ -197,3 +199,46 @@ async def test_a_file_moves_into_postgresql_and_back(
     said = await local(away, "compact", code=1)
     assert "password authentication failed" in said
     assert "xylophone" not in said
+
+
+async def test_what_was_exported_is_added_again_whatever_its_size(run: Run, tmp_path: Path) -> None:
+    """As docs/isolation.md says to be rid of what is not sealed: export, erase, add."""
+    entries, large, copy = tmp_path / "many.jsonl", tmp_path / "large.jsonl", tmp_path / "copy.jsonl"
+    entries.write_text("".join(f'{{"text": "entry {n}", "kind": "gotcha"}}\n' for n in range(1001)))
+    large.write_text("".join(f'{{"text": "{letter * 6000}", "kind": "gotcha"}}\n' for letter in LETTERS * 15))
+    assert len((await run("add", str(entries))).splitlines()) == 1001
+    await run("add", str(large))
+    before = await run("export")
+    copy.write_text(before)
+    async with httpx.AsyncClient(base_url=os.environ["TEST_KB_URL"]) as client:
+        assert (await client.delete("/v1/knowledge")).status_code == 200
+    assert await run("export") == ""
+    await run("add", str(copy))
+
+    def texts(exported: str) -> list[str]:
+        return sorted(json.loads(line)["text"] for line in exported.splitlines())
+
+    assert texts(await run("export")) == texts(before)
+
+
+async def test_a_part_that_is_refused_says_what_was_added(run: Run, tmp_path: Path) -> None:
+    entries = tmp_path / "many.jsonl"
+    entries.write_text("".join(f'{{"text": "entry {n}", "kind": "gotcha"}}\n' for n in range(1000)) + "[]\n")
+    assert f"of {entries} only what is above line 1,001 was added" in await run("add", str(entries), code=1)
+    assert len((await run("export")).splitlines()) == 1000
+
+
+def test_an_error_that_is_a_text_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = httpx.MockTransport(lambda _: httpx.Response(502, json={"error": "bad gateway"}))
+    monkeypatch.setattr(
+        running, "client_of", lambda *_: httpx.Client(transport=told, base_url="http://127.0.0.1:1")
+    )
+    done = CliRunner().invoke(app, ["kb", "export"])
+    assert (done.exit_code, done.stderr) == (1, "samovar: bad gateway\n")
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    env = {"SAMOVAR_URL": "http://127.0.0.1:1", "SAMOVAR_API_KEY": ""}
+    for words, given in ((["search", "gr\udcfc"], b""), (["add", "-"], b"gr\xfc")):
+        done = CliRunner().invoke(app, ["kb", *words], input=given, env=env)
+        assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1), done.exception

@@ -297,3 +297,34 @@ def test_status_imports_nothing_heavy() -> None:
 def test_what_is_said_after_a_flush(done: dict[str, int], said: str) -> None:
     assert re.match(said, flush_line(done))
     assert bool(flush_line(done)) == bool(said)
+
+
+def test_a_server_that_starts_or_stops_says_so() -> None:
+    error = {"error": {"message": "Samovar is loading. Try again in a moment.", "type": "unavailable"}}
+    transport = httpx.MockTransport(lambda _: httpx.Response(503, json=error))
+    with pytest.raises(StatusFailed, match="Samovar is loading"):
+        ask("http://127.0.0.1:1", None, transport=transport)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["diagnose"], ["kb", "export"], ["chat", "hi"]],
+    ids=["status", "diagnose", "kb", "chat"],
+)
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"SAMOVAR_API_KEY": "schl\u00fcssel"}, "SAMOVAR_API_KEY"),
+        ({"SAMOVAR_URL": "http://[::1"}, "is not a URL"),
+        ({"SAMOVAR_URL": "http://h:99999"}, "is not a URL"),
+    ],
+)
+def test_an_address_or_a_key_that_cannot_be_used_is_said_in_a_line(
+    command: list[str], env: dict[str, str], said: str
+) -> None:
+    given = {"SAMOVAR_URL": "http://127.0.0.1:1", "SAMOVAR_API_KEY": "", **env}
+    done = CliRunner().invoke(cli.app, command, env=given)
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code in (1, 2)
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from samovar.cluster.cli.chat import MarkdownView, PlainView, unseen_keys, whole_blocks
+from samovar.cluster.serve.stages import console_of
 
 ANSWER = """# Title
 
@@ -65,6 +66,23 @@ def test_plain_text_ends_its_last_line_once() -> None:
         view.add(text)
         view.close()
         assert out.getvalue() == shown
+
+
+def test_plain_text_is_what_the_model_said() -> None:
+    out = StringIO()
+    view = PlainView(Console(file=out, width=20))
+    said = "all:\n\tcc -o x :on: [/x] [bold]x[s3] and more than a line of the terminal\n"
+    for at in range(0, len(said), 3):
+        view.add(said[at : at + 3])
+    view.close()
+    assert out.getvalue() == said
+
+
+def test_lines_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    line = 'pip install "samovar[s3]" :on: [/x] http://[fd00::5]:8000'
+    for is_error in (False, True):
+        console_of(stderr=is_error).print(line, soft_wrap=True)
+    assert capsys.readouterr() == (f"{line}\n", f"{line}\n")
 
 
 def test_keys_typed_during_an_answer_are_not_shown_and_wait_for_the_next_prompt() -> None:

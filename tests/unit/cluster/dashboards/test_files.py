@@ -130,3 +130,21 @@ def test_alerts_have_a_name_of_their_own_and_name_settings_that_there_are() -> N
     for alert in ALERTS:
         named = re.findall(r"`((?:[a-z]\w*\.)+[a-z]\w*)[`:]", alert.action)
         assert [key for key in named if key not in known] == []
+
+
+SIGNED = {"samovar_lru_regretted_tokens_total", "samovar_prefetch_regret"}
+"""Metrics whose panels have values below zero: it is a loss."""
+
+
+def test_panels_show_values_below_zero_where_there_are_any() -> None:
+    for panel in dashboard()["panels"]:
+        text = " ".join(target["expr"] for target in panel.get("targets", ()))
+        is_signed = any(re.search(rf"{name}\b", text) and " by (tier" not in text for name in SIGNED)
+        if "fieldConfig" in panel:
+            assert ("min" not in panel["fieldConfig"]["defaults"]) == is_signed, panel["title"]
+
+
+def test_the_bucket_is_counted_once_whatever_the_number_of_nodes() -> None:
+    for title, expr, _ in queries():
+        for summed in re.findall(r"sum by \(tier\) \((samovar_tier_(?:bytes|tokens)\b[^)]*)\)", expr):
+            assert 'tier!="s3"' in summed, title

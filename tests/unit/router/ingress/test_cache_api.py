@@ -289,7 +289,7 @@ def test_two_clears_add_up_in_every_part_for_itself(one: tuple[int, ...], other:
 
 async def test_ray_client_asks_every_replica_and_counts_those_that_do_not_answer() -> None:
     handle = FakeHandle(Forgotten(2, 5, 60), Forgotten(3, 4, 100, ("s3",)), RayActorError(), None)
-    counts = await RayReplicaClient(handle, retry_after_s=1, clear_timeout_s=7).clear(b"t", (b"s",))
+    counts = await RayReplicaClient(handle, retry_after_s=1).clear(b"t", (b"s",))
     assert counts == ClearCounts(replicas=2, silent=2, pages=5, extents=5, nbytes=100, unreachable=("s3",))
     assert handle.broadcasts == [("clear", b"t", (b"s",))]
     for failure in (TimeoutError(), RayActorError()):

@@ -16,6 +16,7 @@ from samovar.cache_tiers.sessions import Item
 from samovar.replicas.messages import GenerateRequest
 from samovar.router.ingress.places import forget_entries_here, forget_here
 from samovar.router.ingresses import IngressesCleared
+from samovar.router.routing import load_tracker
 from tests.support.amounts import examples
 from tests.support.engines.tiny_models import EOS_ID
 from tests.support.router.fake_directory import FakeLink
@@ -295,6 +296,23 @@ async def test_the_metrics_of_all_are_told_by_any() -> None:
     assert any('ingress="house-1"' in row for row in rows), rows
     assert all("ingress=" in row for row in rows), rows
     assert text.count("# TYPE samovar_requests_total counter") == 1
+
+
+async def test_counters_keep_their_label_where_no_ingress_can_be_asked(monkeypatch: Any) -> None:
+    street = Street()
+
+    async def none() -> dict[str, bytes]:
+        return {}
+
+    monkeypatch.setattr(street, "metrics", none)
+    await street.turn(0, [user("hi")])
+    open_house = House(settings=make_settings(ingress_replicas=3), link=street.link, ingresses=street)
+    async with open_house.client() as client:
+        await client.get("/v1/models")
+        text = (await client.get("/metrics")).text
+    rows = [line for line in text.splitlines() if line.startswith("samovar_requests_total{")]
+    assert rows
+    assert all(f'ingress="{load_tracker.BOOK.ingress[:8]}"' in row for row in rows), rows
 
 
 async def test_conversations_go_on_whatever_dies() -> None:

@@ -2,7 +2,7 @@ import { byId, el, keyed, mark, say } from "../base/dom.js";
 import { bytes, count, duration, percent, plural, share, short } from "../base/format.js";
 import { Calibration, SourcesOverTime } from "./charts.js";
 import { TokenHistory } from "./history.js";
-import { allOf, inOrder, nameOf, sourcesOf, styleOf, swatch } from "./sources.js";
+import { allOf, nameOf, sourcesOf, styleOf, swatch, tiersOf } from "./sources.js";
 
 const BUCKET_S = 10;
 const BUCKETS = 30;
@@ -100,18 +100,7 @@ export class Overview {
   }
 
   #drawTiers(nodes) {
-    const sums = new Map();
-    for (const [, node] of nodes) {
-      for (const [name, tier] of Object.entries(node.tiers ?? {})) {
-        const sum = sums.get(name) ?? { name, used: 0, limit: 0, off: true, problems: new Set() };
-        sum.used += tier.used_bytes;
-        sum.limit += tier.limit_bytes;
-        if (!tier.state.startsWith("off")) sum.off = false;
-        if (tier.state !== "up" && !tier.state.startsWith("off")) sum.problems.add(tier.state);
-        sums.set(name, sum);
-      }
-    }
-    const order = inOrder(sums.keys()).map((name) => sums.get(name));
+    const order = tiersOf(nodes.map(([, node]) => node));
     const pages = Object.values(this.#last.replicas ?? {}).map((replica) => replica.pages ?? {});
     const total = pages.reduce((sum, page) => sum + (page.total ?? 0), 0);
     const used = pages.reduce((sum, page) => sum + (page.active ?? 0) + (page.cached ?? 0), 0);
@@ -198,8 +187,9 @@ function meter(rowOf) {
 function tierRow({ name, pages, used, limit, off, problems }) {
   const trouble = problems.size > 0;
   const filled = pages ? `${count(used)} of ${count(limit)} pages` : `${bytes(used)} of ${bytes(limit)}`;
-  const value = off ? "off" : trouble ? [...problems].join(", ") : filled;
-  return { source: name, style: styleOf(name), name: nameOf(name), share: share(used, limit), value, off, trouble, note: filled };
+  const value = off ? "off" : trouble ? [...problems].map((state) => state.split(":")[0]).join(", ") : filled;
+  const note = [filled, ...problems].join("; ");
+  return { source: name, style: styleOf(name), name: nameOf(name), share: share(used, limit), value, off, trouble, note };
 }
 
 function replicaRow({ name, replica }) {

@@ -108,3 +108,21 @@ export class SourceBar {
     }
   }
 }
+
+/** Return what each tier holds over all nodes, hottest first. The bucket is one, which every node tells of. */
+export function tiersOf(nodes) {
+  const sums = new Map();
+  for (const node of nodes) {
+    for (const [name, tier] of Object.entries(node.tiers ?? {})) {
+      const sum = sums.get(name) ?? { name, used: 0, limit: 0, off: true, problems: new Set() };
+      const together = name === "s3" ? Math.max : (one, other) => one + other;
+      sum.used = together(sum.used, tier.used_bytes);
+      sum.limit = together(sum.limit, tier.limit_bytes);
+      const isOff = tier.state.startsWith("off") && tier.limit_bytes === 0;
+      if (!isOff) sum.off = false;
+      if (!isOff && tier.state !== "up") sum.problems.add(tier.state);
+      sums.set(name, sum);
+    }
+  }
+  return inOrder(sums.keys()).map((name) => sums.get(name));
+}

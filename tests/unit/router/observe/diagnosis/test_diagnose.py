@@ -7,13 +7,15 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from samovar.router.observe.diagnosis import BY_NAME, CONDITIONS, Snapshot, diagnose
+from samovar.router.observe.diagnosis import BY_NAME, CONDITIONS, Snapshot, diagnose, size_live
 from samovar.router.observe.diagnosis.diagnose import JUDGES
+from samovar.router.observe.diagnosis.snapshot import Window
 from tests.support.router.snapshots import (
     FRONT,
     HEALTHY,
     PLANTED,
     REPLICA,
+    SERVING,
     with_front,
     with_replica,
     with_settings,
@@ -124,3 +126,51 @@ def test_every_condition_has_its_words(condition: object) -> None:
 def test_an_empty_window_of_a_busy_service_is_clear() -> None:
     idle = with_front(queue_s=FRONT.queue_s)
     assert diagnose(idle, idle).turns == 0
+
+
+def of_two_models(small: tuple[float, float, float], large: tuple[float, float, float]) -> Snapshot:
+    """The healthy service, which computes most again, with another model of eight times the KV."""
+    other = replace(SERVING, replica_id="replica-2", model_name="a/large", bytes_per_token=400_000)
+    other = replace(other, context_tokens_max=4096)
+    replicas = (
+        replace(REPLICA, prefill_price=small, decisions={"load": 3, "recompute": 60}),
+        replace(REPLICA, replica_id="replica-2", prefill_price=large, pages_active=1000, waiting=9),
+    )
+    return replace(HEALTHY, replicas=replicas, serving=(SERVING, other))
+
+
+def test_each_model_has_its_own_price_and_bytes() -> None:
+    quick, slow = (1e-5, 1e-6, 0.0), (0.1, 1e-2, 0.0)
+    for small, large in ((quick, slow), (slow, quick)):
+        now = of_two_models(small, large)
+        sizing = size_live(now, (2048, 8192))
+        assert sizing is not None
+        assert (sizing.model_name, sizing.replicas) == (SERVING.model_name, 1)
+        assert (sizing.prefill.c0_s, sizing.prefill.a_s) == small[:2]
+        assert Window(now).prefill == sizing.prefill, "the diagnosis has the same"
+        assert sizing.contexts[1].sequences == SERVING.sessions_that_fit(8192), (
+            "the other's context is shorter"
+        )
+
+
+def test_a_tier_is_useless_if_it_is_for_no_model() -> None:
+    quick, slow = (1e-5, 1e-6, 0.0), (0.1, 1e-2, 0.0)
+
+    def left_out(now: Snapshot) -> list[str]:
+        (found,) = [one for one in diagnose(now).holding if one.condition == "storage_slow"]
+        assert "token of a/model (" in found.evidence
+        assert "token of a/large (" in found.evidence
+        return [change.setting for change in found.changes if change.to == 0]
+
+    assert left_out(of_two_models(quick, quick)) == ["tiers.cpu.bytes_max", "tiers.nvme.bytes_max"]
+    assert left_out(of_two_models(quick, slow)) == []
+    assert left_out(of_two_models(slow, quick)) == []
+
+
+def test_a_full_pool_is_priced_as_its_own_model_s() -> None:
+    now = of_two_models((1e-5, 1e-6, 0.0), (0.1, 1e-2, 0.0))
+    both, own = (
+        next(one for one in diagnose(of).holding if one.condition == "kv_memory")
+        for of in (now, now.of_each_model[1])
+    )
+    assert both.changes == own.changes
