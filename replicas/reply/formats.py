@@ -81,6 +81,7 @@ class CallFrame:
 
     `before` (with `{name}`) and `behind` are of each call, `begin` and `end` of all, `between` of two; None:
     an answer holds one. `mark`: what tells a call from text, at the front of the first; empty: nothing does.
+    `ends`: what ends arguments that are not written as JSON; empty: they are.
     """
 
     before: str
@@ -89,6 +90,7 @@ class CallFrame:
     begin: str = ""
     end: str = ""
     mark: str = ""
+    ends: str = ""
 
 
 _FRAMES: Final[Mapping[str, CallFrame]] = {
@@ -107,6 +109,10 @@ _FRAMES: Final[Mapping[str, CallFrame]] = {
         end=DEEPSEEK["calls▁end"],
         mark=DEEPSEEK["calls▁begin"],
     ),
+    "qwen3_xml": CallFrame(
+        "<tool_call>\n<function={name}>\n", "", "\n", mark="<tool_call>", ends="</tool_call>"
+    ),
+    "gemma4": CallFrame("<|tool_call>call:{name}{", "", "", mark="<|tool_call>", ends="<tool_call|>"),
 }
 _MISTRAL_NAMED: Final = CallFrame("[TOOL_CALLS]{name}[ARGS]", "", "", mark="[TOOL_CALLS]")
 """Of Mistral's models since 2025."""
@@ -171,9 +177,10 @@ class ReplyFormat:
         return marks[0] if marks and all(isinstance(mark, str) for mark in marks[0]) else None
 
     def before_thought(self, opening: str) -> str:
-        """Return the part of an answer's opening in front of reasoning that it may begin with."""
+        """Return the part of an answer's opening in front of reasoning, or of the end of one left out."""
         fields = _loaded(self.reasoning).fields.values() if self.reasoning else ()
-        found = [match.start() for field in fields if (match := field.open_re.search(opening))]
+        marks = [mark for field in fields for mark in (field.open_re, field.close_re) if mark is not None]
+        found = [match.start() for mark in marks if (match := mark.search(opening))]
         return opening[: min(found, default=len(opening))]
 
 
@@ -201,6 +208,7 @@ def declared_format(response_template: Mapping[str, Any]) -> ReplyFormat:
         json.dumps(calls) if calls else "",
         json.dumps(thoughts) if thoughts else "",
         _style_of(calls[CALLS]) if calls else "declared",
+        frame=_frame_of(calls[CALLS]) if calls else None,
     )
     made.template(reads_calls=True)
     return made
@@ -218,6 +226,14 @@ def _style_of(field: Field) -> Style:
     if is_each or call != _NAMED["function"] or "(?P<name>" not in field.get("open_pattern", ""):
         return "declared"
     return "named" if not args else "gemma" if args == _CALLS["gemma4"]["content_args"] else "declared"
+
+
+def _frame_of(field: Field) -> CallFrame | None:
+    """Return the frame of calls of a declared field; None: its marks are patterns, or there is no end."""
+    mark, ends = field.get("open"), field.get("close")
+    if not (isinstance(mark, str) and isinstance(ends, str)):
+        return None
+    return CallFrame(mark, "", "\n", mark=mark, ends=ends)
 
 
 def _opens(field: Field) -> bool:

@@ -274,12 +274,12 @@ class AnswerForm:
         `content`: what the request asks of what is said. Raises `InvalidValue` naming the field that cannot
         be served, `UnsupportedParameter` if the model's format has no form for it.
         """
-        rules = self._rules(content)
-        if not rules:
-            return None
         field = "tools" if content is None or self._promise else content.field
-        made = Grammar("lark", "\n".join([*rules, TEXT, BLANK]), field)
         try:
+            rules = self._rules(content, compiler)
+            if not rules:
+                return None
+            made = Grammar("lark", "\n".join([*rules, TEXT, BLANK]), field)
             compiler.check(made)
         except GrammarRefused as refused:
             self._blame(compiler)
@@ -290,7 +290,7 @@ class AnswerForm:
     def _promise(self) -> str | None:
         return None if self.offer is None else self.offer.promise
 
-    def _rules(self, content: Grammar | None) -> list[str]:
+    def _rules(self, content: Grammar | None, compiler: GrammarCompiler) -> list[str]:
         """Return the rules of an answer, none if it needs no more than its content's grammar."""
         offer, schema = self.offer, _schema_of(content)
         frame = self._frame(offer, schema is not None and _is_of_content(content))
@@ -301,15 +301,21 @@ class AnswerForm:
                     f"start: {self._thought(' BLANK?')} answer",
                     f"answer: {' | '.join(['calls', *said])}",
                 ]
-                rules += self._calls(offer, frame, "")
+                if (
+                    said and self.form.is_bare
+                ):  # one lexeme of a frame would hide the JSON that begins like it
+                    rules.append(f"calls: {embedded_json(_bare_call(offer))}")
+                else:
+                    rules += self._calls(offer, frame, "")
             else:  # text, and calls where there are any
                 rules = [f"start: {self._thought()} answer", "answer: TEXT | until_call calls"]
                 rules += [
                     *_until("until_call", frame.mark, self.marks),
                     *self._calls(offer, frame, frame.mark),
                 ]
-        elif schema is not None and self._is_in_thought:
-            rules = [f"start: {self._thought(' BLANK?')} {embedded_json(schema)}"]
+        elif content is not None and self._is_in_thought:
+            said = f"%lark {{\n{compiler.lark(content)}\n}}" if schema is None else embedded_json(schema)
+            rules = [f"start: {self._thought(' BLANK?')} {said}"]
         else:
             return []
         if thought := self.form.thought_marks:
@@ -323,13 +329,19 @@ class AnswerForm:
     def _frame(self, offer: ToolOffer | None, says_json: bool) -> CallFrame | None:
         """Return the frame of calls whose form matters; None: they are not watched for."""
         frame, promise = self.form.frame, self._promise
-        if promise is None:
-            can_call = says_json and offer is not None and offer.may_call
-            return frame if can_call and frame is not None and frame.mark else None
         parser = f"model.tool_parser {self.form.name!r}"
-        if frame is None:
+        if promise is None:
+            if not (says_json and offer is not None and offer.may_call and self.form.calls):
+                return None
+            if frame is not None:
+                return None if self._hides_calls else frame
+            promise, reason = (
+                "response_format",
+                f"beside tools, no mark tells this model's calls ({parser}) from it",
+            )
+        elif frame is None or frame.ends:
             reason = f"calls in this model's format ({parser}) are not written as JSON"
-        elif not frame.mark and promise != "tool_choice":
+        elif self._hides_calls or not (frame.mark or promise == "tool_choice"):
             reason = f"in this model's format ({parser}) nothing tells a call from text"
         else:
             return frame
@@ -340,13 +352,18 @@ class AnswerForm:
         marks = self.form.thought_marks
         return marks is not None and self.opening.rfind(marks[0]) > self.opening.rfind(marks[1])
 
+    @property
+    def _hides_calls(self) -> bool:
+        """Whether a call would stand behind a thought that is begun, where one without a mark is text."""
+        return self._is_in_thought and self.form.is_bare
+
     def _thought(self, blank: str = "") -> str:
         """Return the terms of reasoning in front of an answer; `blank`: what may follow it."""
         marks, frame = self.form.thought_marks, self.form.frame
-        if marks is None or (frame is not None and not frame.mark):
-            return ""  # a call without a mark comes first
         if self._is_in_thought:
             return f"thought_rest{blank}"
+        if marks is None or (frame is not None and not frame.mark):
+            return ""  # a call without a mark comes first
         return "" if marks[1] in self.opening else f"(thought{blank})?"
 
     def _calls(self, offer: ToolOffer, frame: CallFrame, read: str) -> Iterator[str]:
@@ -362,11 +379,14 @@ class AnswerForm:
         )
         for name, cut in cuts.items():
             each = [
-                f"{self._text(frame.before.replace('{name}', tool.name).removeprefix(cut))} args_{at} "
-                f"{self._text(frame.behind)}"
+                f"{self._text(frame.before.replace('{name}', tool.name).removeprefix(cut))} "
+                f"{'args' if frame.ends else f'args_{at}'} {self._text(frame.behind)}"
                 for at, tool in enumerate(tools)
             ]
-            yield f"{name}: {' | '.join(each)}"
+            yield f"{name}: {' | '.join(dict.fromkeys(each))}"
+        if frame.ends:
+            yield from _until("args", frame.ends, self.marks)
+            return
         chars = 0
         for at, tool in enumerate(tools):
             if chars > WRITTEN_CHARS_MAX:
@@ -406,6 +426,18 @@ class AnswerForm:
         return " ".join(
             f"<[{self.marks[part]}]>" if part in self.marks else _literal(part) for part in parts if part
         )
+
+
+def _bare_call(offer: ToolOffer) -> Json:
+    """Return the schema of a call that has no mark: the whole answer is it."""
+    names = [tool.name for tool in offer.tools if offer.only in (None, tool.name)]
+    properties = {"name": {"enum": names}, "parameters": ANY_OBJECT}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
 
 
 def _until(name: str, mark: str, marks: Mapping[str, int]) -> list[str]:

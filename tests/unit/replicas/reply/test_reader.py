@@ -209,7 +209,7 @@ def test_arguments_are_json_that_can_be_sent() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_written_into_its_frame_is_read(name: str) -> None:
     form = format_named(name, None)
-    if form.frame is None:
+    if form.frame is None or form.frame.ends:
         assert name in ("qwen3_xml", "gemma4"), "their arguments are no JSON"
         return
     frame, calls = form.frame, [F1, F2] if form.frame.between is not None else [F1]

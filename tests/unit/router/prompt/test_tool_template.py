@@ -318,6 +318,27 @@ async def test_an_answer_that_begins_in_a_thought_is_read_from_there(
     assert "# Tools" in (none.rendered or ""), "the prefix is that of the other turns"
 
 
+@pytest.mark.parametrize("head", ["<assistant>", ""])
+async def test_a_thought_is_read_whether_a_template_begins_it_or_leaves_it_out_by_itself(
+    head: str, made: Callable[..., PromptBuilder]
+) -> None:
+    """As DeepSeek V3.1's: an answer opens with the end of a thought, or the begin of one that is asked for."""
+    switch = "{{ '<think>' if thinking else '</think>' }}"
+    turns = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '<|im_end|>' }}{% endfor %}"
+    builder = made(f"{turns}{{% if add_generation_prompt %}}{{{{ '{head}' }}}}{switch}{{% endif %}}")
+    messages = [{"role": "user", "content": "u"}]
+    off = await built(builder, parsed(messages))
+    assert off.reading is not None
+    assert (off.rendered or "").endswith(f"{head}</think>")
+    assert read_reply(off.reading, "Hi.").content == "Hi."
+    on = await built(builder, parsed(messages, chat_template_kwargs={"thinking": True}))
+    assert on.reading is not None
+    reply = read_reply(on.reading, "hm</think>Hi.")
+    assert (reply.reasoning, reply.content) == ("hm", "Hi.")
+    ends = len(builder.tokens_of_text(f"{head}<think>", add_special_tokens=False))
+    assert on.begin_tokens == len(on.token_ids) - (ends if head else 0), "no later prompt has the thought"
+
+
 async def test_special_tokens_that_mark_calls_are_shown() -> None:
     tokenizer = tokenizer_with(MISTRAL)
     tokenizer.add_special_tokens({"extra_special_tokens": ["[TOOL_CALLS]", "[OTHER]"]})
