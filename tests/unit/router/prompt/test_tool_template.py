@@ -322,7 +322,7 @@ async def test_an_answer_that_begins_in_a_thought_is_read_from_there(
 async def test_a_thought_is_read_whether_a_template_begins_it_or_leaves_it_out_by_itself(
     head: str, made: Callable[..., PromptBuilder]
 ) -> None:
-    """As DeepSeek V3.1's: an answer opens with the end of a thought, or the begin of one that is asked for."""
+    """As DeepSeek V3.1's: an answer opens with the end of a thought, or the begin of one that is asked."""
     switch = "{{ '<think>' if thinking else '</think>' }}"
     turns = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '<|im_end|>' }}{% endfor %}"
     builder = made(f"{turns}{{% if add_generation_prompt %}}{{{{ '{head}' }}}}{switch}{{% endif %}}")
