@@ -43,6 +43,7 @@ from samovar.router.openai import (
     ToolCall,
     ToolOffer,
     UnsupportedParameter,
+    led,
 )
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,8 @@ class ToolTemplate:
 
     `is_native`: the template writes tools itself. `wants_text`: it takes a call's arguments as text, not as
     an object. `wants_short_ids`: it refuses ids that are not `SHORT_ID`. `variables`: those of
-    `THOUGHT_VARIABLES` that it uses. `reads_tools`: False: requests with tools are refused.
+    `THOUGHT_VARIABLES` that it uses. `reads_tools`: False: requests with tools are refused. `has_system`: it
+    has a place for a system prompt.
     """
 
     form: ReplyFormat
@@ -98,6 +100,7 @@ class ToolTemplate:
     wants_short_ids: bool = False
     variables: frozenset[str] = frozenset()
     reads_tools: bool = True
+    has_system: bool = True
 
     def conversation(self, request: ParsedChat) -> tuple[list[Json], Json]:
         """Return the messages as the template wants them, and its `tools` argument if it takes one."""
@@ -105,7 +108,7 @@ class ToolTemplate:
         if self.is_native or not (offer or any(one.calls or one.call_id for one in request.messages)):
             made = [self._message(message) for message in request.messages]
             return made, {"tools": [tool.spec for tool in offer.tools]} if offer else {}
-        return list(_generic(request.messages, offer)), {}
+        return list(_generic(request.messages, offer, self.has_system)), {}
 
     def _message(self, message: ChatMessage) -> Json:
         made: Json = {"role": message.role, "content": message.content}
@@ -192,6 +195,7 @@ def inspect_template(tokenizer: Template, settings: ModelSettings) -> ToolTempla
         wants_short_ids=is_native and _render(tokenizer, _probe(wants_text, "call_0123456789")) is None,
         variables=variables,
         reads_tools=calls != "none",
+        has_system=PROBE in (_render(tokenizer, [{"role": "system", "content": PROBE}, HELLO], ()) or ""),
     )
 
 
@@ -206,37 +210,51 @@ def _probe(wants_text: bool, call_id: str) -> list[Json]:
     ]
 
 
-def _render(tokenizer: Template, conversation: list[Json]) -> str | None:
+def _render(
+    tokenizer: Template, conversation: list[Json], tools: Sequence[Json] = (PROBE_TOOL,)
+) -> str | None:
     """Return what the template makes of a conversation with tools; None if it refuses it."""
     if not tokenizer.chat_template:
         return None
     try:
-        return rendered(tokenizer, conversation, add_generation_prompt=False, tools=[PROBE_TOOL])
+        return rendered(tokenizer, conversation, add_generation_prompt=False, tools=list(tools) or None)
     except TemplateLimit as limit:
         raise refused_model(limit) from None
     except TEMPLATE_FAULTS:
         return None
 
 
-def _generic(messages: Sequence[ChatMessage], offer: ToolOffer | None) -> Iterator[Json]:
-    """Yield the messages for a template that knows no tools."""
+def _generic(messages: Sequence[ChatMessage], offer: ToolOffer | None, has_system: bool) -> Iterator[Json]:
+    """Yield the messages for a template that knows no tools.
+
+    Results are the user's, and one message with what the user says beside them: some templates refuse two.
+    """
     section = ""
     if offer is not None:
         section = SECTION.replace("{tools}", "\n".join(tool.text for tool in offer.tools))
     if section and messages[0].role != "system":
-        yield {"role": "system", "content": section}
+        if has_system:
+            yield {"role": "system", "content": section}
+        else:
+            messages = led(messages, f"{section}\n")
         section = ""
-    for is_result, group in groupby(messages, lambda message: message.role == "tool"):
-        if is_result:
-            results = (f"<tool_response>\n{message.content}\n</tool_response>" for message in group)
-            yield {"role": "user", "content": "\n".join(results)}
+    for _, group in groupby(messages, lambda message: message.role in ("tool", "user")):
+        run = list(group)
+        if any(message.role == "tool" for message in run):
+            yield {"role": "user", "content": "\n".join(map(_heard, run))}
             continue
-        for message in group:
+        for message in run:
             texts = [section, "\n\n", message.content] if section else [message.content]
             section = ""
             calls = [call_text(call.name, call.arguments) for call in message.calls]
             texts += [] if not calls else ["\n" if message.content else "", "\n".join(calls)]
             yield {"role": message.role, "content": "".join(texts)}
+
+
+def _heard(message: ChatMessage) -> str:
+    """Return what the user or a tool says, for a template that knows no tools."""
+    is_result = message.role == "tool"
+    return f"<tool_response>\n{message.content}\n</tool_response>" if is_result else message.content
 
 
 def call_text(name: str, arguments: str) -> str:

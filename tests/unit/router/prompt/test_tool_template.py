@@ -180,6 +180,36 @@ async def test_for_a_template_without_tools_they_are_a_section_in_front_of_the_s
     assert block in bare
 
 
+STRICT = (  # Gemma 2's and Mistral 0.1's
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% elif (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+async def test_tools_go_into_a_template_without_a_system_role_whose_roles_alternate(
+    made: Callable[..., PromptBuilder],
+) -> None:
+    builder = made(STRICT)
+    call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": '{"k": 1}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": None, "tool_calls": [call, {**call, "id": "d"}]},
+        {"role": "tool", "tool_call_id": "c", "content": "one"},
+        {"role": "tool", "tool_call_id": "d", "content": "two"},
+        {"role": "user", "content": "and now?"},
+    ]
+    text = (await built(builder, parsed(messages, tools=[GET]))).rendered or ""
+    assert text.startswith("<|im_start|>user\n# Tools")
+    assert f"{json.dumps(GET)}\n</tools>" in text
+    assert "</tool_call>\n\nu<|im_end|>" in text
+    results = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
+    assert f"<|im_start|>user\n{results}\nand now?<|im_end|>" in text
+    with pytest.raises(ApiError, match="System role not supported"):
+        await built(builder, parsed([{"role": "system", "content": "s"}, *messages], tools=[GET]))
+
+
 @pytest.mark.parametrize("family", CALLS)
 async def test_each_turn_of_a_tool_loop_begins_with_the_tokens_of_the_turn_before(
     family: str, made: Callable[..., PromptBuilder]
