@@ -124,6 +124,35 @@ _REASONING: Final[Mapping[str, Field]] = {
 }
 FORMATS: Final = tuple(_CALLS)
 """Names of the formats of tool calls."""
+_START, _CHANNEL, _MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
+_CHANNELS: Final = r"<\|channel\|>(?:analysis|commentary)"
+_HARMONY_WORDS: Final[Mapping[str, Field]] = {
+    REASONING: {
+        "open": [f"{before}{_CHANNEL}analysis{_MESSAGE}" for before in ("", _START)],
+        "close": "<|end|>",
+    },
+    # What is said has a mark as well. Where one is a call's, too, that goes before it, by its name.
+    "words": {
+        "open_pattern": r"(?:<\|start\|>assistant[^<]{0,256})?<\|channel\|>(?:analysis|commentary|final)"
+        r"[^<]{0,256}(?:<\|constrain\|>[^<]{0,64})?<\|message\|>"
+        r"|<\|(?:start|channel)\|>[^<]{0,256}(?:<\|(?:channel|constrain)\|>[^<]{0,256}){0,2}\Z",  # cut
+        "close": "<|end|>",
+    },
+}
+_HARMONY_CALLS: Final[Field] = {  # its tool stands before the channel, or behind it
+    "open_pattern": rf"(?:<\|start\|>assistant)?(?:{_CHANNELS})?\s{{0,8}}to=functions\."
+    rf"(?P<name>[\w.:/-]{{1,128}})\s{{0,8}}(?:{_CHANNELS})?\s{{0,8}}"
+    r"(?:(?:<\|constrain\|>)?\w{1,32}\s{0,8})?<\|message\|>",
+    "close": "<|call|>",
+    "content": "json",
+    "transform": _NAMED,
+}
+_HARMONY_FRAME: Final = CallFrame(
+    f"{_CHANNEL}commentary to=functions.{{name}} <|constrain|>json{_MESSAGE}",
+    "",
+    None,
+    mark=f"{_CHANNEL}commentary to=functions.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +161,8 @@ class ReplyFormat:
 
     `calls`, `reasoning`: JSON of fields of a response template; empty: the model writes none. `is_bare`: a
     call has no mark of its own, so that only a call of a known tool is one. `frame`: how a call is written
-    around its arguments; None: not as JSON, or that is not known.
+    around its arguments; None: not as JSON, or that is not known. `head`: the mark of what is said, `joint`:
+    what stands between parts; empty: what is said has no mark.
     """
 
     name: str
@@ -141,6 +171,8 @@ class ReplyFormat:
     style: Style = "declared"
     is_bare: bool = False
     frame: CallFrame | None = None
+    head: str = ""
+    joint: str = ""
 
     def template(self, *, reads_calls: bool) -> ResponseTemplate:
         """Return the compiled template that splits an answer into regions, their text untouched.
@@ -174,6 +206,7 @@ class ReplyFormat:
         """The texts that open and close reasoning; None: there is none, or its marks are patterns."""
         fields = parse_json(self.reasoning).values() if self.reasoning else ()
         marks = [(field["open"], field["close"]) for field in fields if {"open", "close"} <= field.keys()]
+        marks = [(opens if isinstance(opens, str) else opens[0], closes) for opens, closes in marks]
         return marks[0] if marks and all(isinstance(mark, str) for mark in marks[0]) else None
 
     def before_thought(self, opening: str) -> str:
@@ -257,6 +290,17 @@ def sniffed_format(template: str, rendered_call: str, tool: str) -> ReplyFormat:
     if tool in rendered_call:
         name = next((name for name, mark in marks.items() if mark in rendered_call), None)
     reasoning = None
+    if f"{_CHANNEL}analysis{_MESSAGE}" in template:
+        calls = json.dumps({CALLS: {"repeats": True, **_HARMONY_CALLS}})
+        return ReplyFormat(
+            "harmony",
+            calls if f"to=functions.{tool}" in rendered_call else "",
+            json.dumps(_HARMONY_WORDS),
+            "named",
+            frame=_HARMONY_FRAME,
+            head=f"{_CHANNEL}final{_MESSAGE}",
+            joint=_START,
+        )
     if "</think>" in template:
         reasoning = "think"
     elif "[/THINK]" in template:

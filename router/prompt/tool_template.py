@@ -23,6 +23,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError
+
 from samovar.configs.json_text import parse_json
 from samovar.configs.settings import ModelSettings
 from samovar.replicas.grammar import (
@@ -114,6 +116,8 @@ class ToolTemplate:
         made: Json = {"role": message.role, "content": message.content}
         if message.reasoning:
             made["reasoning_content"] = message.reasoning
+            if self.form.head and not (message.calls and message.content):  # as harmony's template calls it
+                made["thinking"] = message.reasoning
         if message.calls:
             made["tool_calls"] = [self._call(call) for call in message.calls]
         if message.role == "tool":
@@ -158,7 +162,7 @@ def inspect_template(tokenizer: Template, settings: ModelSettings) -> ToolTempla
     """Return what the template of `tokenizer` does, found by rendering; `settings` may name the formats."""
     source = tokenizer.chat_template
     text = "\n".join(map(str, source.values())) if isinstance(source, dict) else str(source or "")
-    variables = frozenset(name for name in THOUGHT_VARIABLES if re.search(rf"\b{name}\b", text))
+    variables = frozenset(THOUGHT_VARIABLES) & set(_names(text))
     wants_text = False
     offered, called = _render(tokenizer, [HELLO]), ""
     if offered is not None and PROBE in offered:
@@ -185,11 +189,11 @@ def inspect_template(tokenizer: Template, settings: ModelSettings) -> ToolTempla
         chosen = form
     else:
         chosen = format_named("hermes" if calls in ("auto", "none") or not is_native else calls, None)
-    thought = {"auto": form.reasoning, "none": ""}.get(settings.reasoning_parser)
-    if thought is None:
-        thought = format_named(None, settings.reasoning_parser).reasoning
+    words = form
+    if settings.reasoning_parser != "auto":
+        words = format_named(None, None if settings.reasoning_parser == "none" else settings.reasoning_parser)
     return ToolTemplate(
-        form=replace(chosen, reasoning=thought),
+        form=replace(chosen, reasoning=words.reasoning, head=words.head, joint=words.joint),
         is_native=is_native,
         wants_text=wants_text and is_native,
         wants_short_ids=is_native and _render(tokenizer, _probe(wants_text, "call_0123456789")) is None,
@@ -197,6 +201,18 @@ def inspect_template(tokenizer: Template, settings: ModelSettings) -> ToolTempla
         reads_tools=calls != "none",
         has_system=PROBE in (_render(tokenizer, [{"role": "system", "content": PROBE}, HELLO], ()) or ""),
     )
+
+
+def _names(template: str) -> Iterator[str]:
+    """Yield the names in a template's code: not those of attributes, nor words in its texts."""
+    before = ""
+    try:
+        for _, kind, word in Environment().lex(template):
+            if kind == "name" and before != ".":
+                yield word
+            before = before if kind == "whitespace" else word
+    except TemplateSyntaxError:
+        return  # it renders nothing either
 
 
 def _probe(wants_text: bool, call_id: str) -> list[Json]:
@@ -311,10 +327,14 @@ class AnswerForm:
     def _rules(self, content: Grammar | None, compiler: GrammarCompiler) -> list[str]:
         """Return the rules of an answer, none if it needs no more than its content's grammar."""
         offer, schema = self.offer, _schema_of(content)
+        if self.form.head and self.form.head in self.opening:
+            return []  # it is being said
+        head = self._text(self.form.head) if self.form.head else ""
         frame = self._frame(offer, schema is not None and _is_of_content(content))
         if offer is not None and frame is not None:
-            if offer.must_call or schema is not None:
-                said = [] if offer.must_call or schema is None else [embedded_json(schema)]
+            if offer.must_call or schema is not None or head:
+                words = "TEXT" if schema is None else embedded_json(schema)
+                said = [] if offer.must_call else [f"{head} {words}"]
                 rules = [
                     f"start: {self._thought(' BLANK?')} answer",
                     f"answer: {' | '.join(['calls', *said])}",
@@ -331,9 +351,9 @@ class AnswerForm:
                     *_until("until_call", frame.mark, self.marks),
                     *self._calls(offer, frame, frame.mark),
                 ]
-        elif content is not None and self._is_in_thought:
-            said = f"%lark {{\n{compiler.lark(content)}\n}}" if schema is None else embedded_json(schema)
-            rules = [f"start: {self._thought(' BLANK?')} {said}"]
+        elif content is not None and (self._is_in_thought or head):
+            words = f"%lark {{\n{compiler.lark(content)}\n}}" if schema is None else embedded_json(schema)
+            rules = [f"start: {self._thought(' BLANK?')} {head} {words}"]
         else:
             return []
         if thought := self.form.thought_marks:
@@ -377,7 +397,9 @@ class AnswerForm:
 
     def _thought(self, blank: str = "") -> str:
         """Return the terms of reasoning in front of an answer; `blank`: what may follow it."""
-        marks, frame = self.form.thought_marks, self.form.frame
+        marks, frame, joint = self.form.thought_marks, self.form.frame, self._text(self.form.joint)
+        if joint and marks:
+            return f"{f'thought_rest {joint}' if self._is_in_thought else ''} (thought {joint})*"
         if self._is_in_thought:
             return f"thought_rest{blank}"
         if marks is None or (frame is not None and not frame.mark):

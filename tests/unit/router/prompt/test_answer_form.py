@@ -22,12 +22,14 @@ from samovar.replicas.reply import (
     declared_format,
     format_named,
     read_reply,
+    sniffed_format,
 )
 from samovar.router.openai import ApiError, ToolOffer
 from samovar.router.openai.messages import offer_of
 from samovar.router.openai.schema import NamedTool, OfferedTool
 from samovar.router.prompt.tool_template import BRACKETED, AnswerForm
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
+from tests.support.router.chat_templates import HARMONY, HARMONY_TOKENS
 
 DISHES = ["tea", 'a "b" // #\n\u2028\x7f']
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -82,6 +84,7 @@ def backend(has_marks: bool) -> Any:
         texts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<b>"]
         for parts in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"):
             texts.append(f"<\uff5ctool▁{parts}\uff5c>")
+        made.add_special_tokens([f"<|{name}|>" for name in HARMONY_TOKENS])
         for number, text in enumerate(texts):
             made.add_tokens([AddedToken(text, special=number % 2 == 0, normalized=False)])
     return made
@@ -349,6 +352,36 @@ def test_whatever_form_content_has_it_waits_for_the_end_of_a_thought_that_the_pr
         assert follows(grammar, f"{bad}</think>{good}")
         assert not follows(grammar, good)
         assert not follows(grammar, f"hm</think>\n\n{bad}")
+
+
+@pytest.mark.parametrize("has_marks", [False, True], ids=["spelled", "tokens"])
+def test_the_parts_of_harmony_have_their_channels_and_the_form_is_of_one(has_marks: bool) -> None:
+    form = sniffed_format(HARMONY, "to=functions.get", "get")
+    thought, final = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant",
+        "<|channel|>final<|message|>",
+    )
+
+    def call(arguments: str) -> str:
+        return f"<|channel|>commentary to=functions.get <|constrain|>json<|message|>{arguments}"
+
+    good, bad = '{"id": 1}', '{"id": -1}'
+    choice = Grammar("choice", '["yes", "no"]', "guided_choice")
+    for asked, content, allowed, refused in (
+        (None, JSON, [f"{final}{good}"], [good, f"{final}{bad}", f"{final}hi"]),
+        (None, choice, [f"{final}yes"], ["yes", f"{final}maybe"]),
+        (offer("auto"), JSON, [f"{final}{good}", call(bad)], ["hi", f"{final}hi"]),
+        (offer(), None, [call(good)], [call(bad), f"{final}{good}"]),
+        (offer("auto", strict="get"), None, [f"{final}hi", call(good)], [call(bad), "hi"]),
+    ):
+        grammar = grammar_of(form, asked, content, has_marks=has_marks)
+        for text, is_allowed in {**dict.fromkeys(allowed, True), **dict.fromkeys(refused, False)}.items():
+            for front in ("", thought):
+                assert follows(grammar, f"{front}{text}", has_marks) is is_allowed, (front, text)
+    rest = grammar_of(form, None, JSON, "<|channel|>analysis<|message|>I ", has_marks)
+    assert follows(rest, f"see<|end|><|start|>assistant{final}{good}", has_marks)
+    begun = AnswerForm(None, form, f'{final}{{"id":', marks_of(has_marks))
+    assert begun.grammar(JSON, compiler(has_marks)) is None, "what is new has the form"
 
 
 def test_without_a_promise_there_is_nothing_to_add() -> None:

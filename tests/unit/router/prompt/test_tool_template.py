@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any, get_args
@@ -18,7 +19,16 @@ from samovar.router.prompt.prompt import Prompt, PromptBuilder
 from samovar.router.prompt.reply_memory import Owner
 from samovar.router.prompt.tool_template import inspect_template
 from tests.support.engines.tiny_models import EOS_ID
-from tests.support.router.chat_templates import DEEPSEEK, LLAMA3, MISTRAL, QWEN3, TEMPLATES, tokenizer_with
+from tests.support.router.chat_templates import (
+    DEEPSEEK,
+    HARMONY,
+    HARMONY_TOKENS,
+    LLAMA3,
+    MISTRAL,
+    QWEN3,
+    TEMPLATES,
+    tokenizer_with,
+)
 
 CONTEXT = 32_768
 OWNER = Owner("tenant", b"session")
@@ -383,6 +393,33 @@ async def test_special_tokens_that_mark_calls_are_shown() -> None:
     mark = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
     assert (await built(builder, parsed(messages, tools=[GET]))).shown_ids == (mark,)
     assert (await built(builder, parsed(messages))).shown_ids == ()
+    builder.close()
+
+
+async def test_a_harmony_model_is_read_by_its_channels_and_its_calls_come_back() -> None:
+    tokenizer = copy.deepcopy(tokenizer_with(HARMONY))
+    tokenizer.add_special_tokens({"extra_special_tokens": [f"<|{one}|>" for one in HARMONY_TOKENS]})
+    ends = [tokenizer.convert_tokens_to_ids(f"<|{one}|>") for one in ("return", "call")]
+    builder = PromptBuilder(
+        tokenizer, vocab_tokens=600, context_tokens_max=CONTEXT, eos_token_ids=ends, settings=Settings()
+    )
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "u"}]
+    first = await built(builder, parsed(messages, tools=[GET]))
+    shown = {tokenizer.convert_ids_to_tokens(one) for one in first.shown_ids}
+    assert shown == {f"<|{one}|>" for one in HARMONY_TOKENS if one != "return"}
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"k":1}'
+    )
+    message, back = spoken(first, text, 0)
+    assert (message.content, message.reasoning, message.calls[0].arguments) == ("", "hm", '{"k":1}')
+    ids = [*builder.tokens_of_text(text, add_special_tokens=False), ends[1]]
+    assert await builder.remember("salt", first, text, ids, owner=OWNER, forgets=0, reply=message)
+    messages += [back, {"role": "tool", "tool_call_id": back["tool_calls"][0]["id"], "content": "r"}]
+    second = await built(builder, parsed(messages, tools=[GET]))
+    assert second.token_ids[: len(first.token_ids) + len(ids)] == [*first.token_ids, *ids]
+    assert "analysis<|message|>hm<|end|>" in (second.rendered or ""), "a tool loop keeps its thought"
+    assert builder.template.variables == {"reasoning_effort"}, "a message's thinking is no switch"
     builder.close()
 
 
