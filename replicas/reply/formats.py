@@ -209,10 +209,15 @@ class ReplyFormat:
         marks = [(opens if isinstance(opens, str) else opens[0], closes) for opens, closes in marks]
         return marks[0] if marks and all(isinstance(mark, str) for mark in marks[0]) else None
 
+    def thought_at_end(self, prompt: str) -> str:
+        """Return the mark of reasoning that a prompt ends with; empty: none."""
+        return next((mark for mark in self.thought_marks or () if prompt.rstrip().endswith(mark)), "")
+
     def before_thought(self, opening: str) -> str:
         """Return the part of an answer's opening in front of reasoning, or of the end of one left out."""
-        fields = _loaded(self.reasoning).fields.values() if self.reasoning else ()
-        marks = [mark for field in fields for mark in (field.open_re, field.close_re) if mark is not None]
+        fields = _loaded(self.reasoning).fields if self.reasoning else {}
+        thoughts = [field for name, field in fields.items() if name in THOUGHTS]
+        marks = [mark for field in thoughts for mark in (field.open_re, field.close_re) if mark is not None]
         found = [match.start() for mark in marks if (match := mark.search(opening))]
         return opening[: min(found, default=len(opening))]
 

@@ -393,8 +393,7 @@ class PromptBuilder:
         if not (request.begins_turn or request.continues):
             opening = ""
         elif at < 0:  # nothing stands in front of a thought: its mark does, at the end
-            marks, end = form.thought_marks or (), rendered.rstrip()
-            opening = next((mark for mark in marks if end.endswith(mark)), "")
+            opening = form.thought_at_end(rendered)
         else:
             opening = rendered[at + len(self._answer_header) :]
         tools = offer.tools if offer is not None and can_call else ()
@@ -461,8 +460,7 @@ class PromptBuilder:
 
         After that some templates put what no later prompt has: an empty thought, or the start of one.
         """
-        header = self._answer_header or self._answer_opening
-        at = rendered.rfind(header) if header else -1
+        at = rendered.rfind(self._answer_header or self._answer_opening)
         own = 0 if at < 0 else len(self._encode(rendered[at:], add_special_tokens=False))
         return Prompt(token_ids, rendered, max(1, len(token_ids) - own))
 

@@ -339,12 +339,10 @@ class AnswerForm:
                     f"start: {self._thought(' BLANK?')} answer",
                     f"answer: {' | '.join(['calls', *said])}",
                 ]
-                if (
-                    said and self.form.is_bare
-                ):  # one lexeme of a frame would hide the JSON that begins like it
-                    rules.append(f"calls: {embedded_json(_bare_call(offer))}")
-                else:
+                if not said or not self.form.is_bare:
                     rules += self._calls(offer, frame, "")
+                else:  # its frame is one lexeme, and would hide the JSON that begins like it
+                    rules.append(f"calls: {embedded_json(_bare_call(offer))}")
             else:  # text, and calls where there are any
                 rules = [f"start: {self._thought()} answer", "answer: TEXT | until_call calls"]
                 rules += [

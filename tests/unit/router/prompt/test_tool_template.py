@@ -420,6 +420,11 @@ async def test_a_harmony_model_is_read_by_its_channels_and_its_calls_come_back()
     assert second.token_ids[: len(first.token_ids) + len(ids)] == [*first.token_ids, *ids]
     assert "analysis<|message|>hm<|end|>" in (second.rendered or ""), "a tool loop keeps its thought"
     assert builder.template.variables == {"reasoning_effort"}, "a message's thinking is no switch"
+    said = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "It is"}]
+    goes_on = await built(builder, parsed(said, continue_final_message=True, add_generation_prompt=False))
+    assert goes_on.reading is not None
+    assert goes_on.reading.opening == "<|channel|>final<|message|>It is"
+    assert read_reply(goes_on.reading, " Paris.").content == " Paris."
     builder.close()
 
 
