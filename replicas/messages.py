@@ -69,6 +69,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # None = off
     prompt_logprobs_from: int = 0  # a token's place in the prompt; the first one has no log-probability
     shown_token_ids: tuple[int, ...] = ()  # special tokens whose text is part of the answer
+    continues_text: bool = False  # the prompt's last text goes on in the answer; else a turn begins
 
 
 @dataclass(frozen=True, slots=True)

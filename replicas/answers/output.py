@@ -31,20 +31,32 @@ from samovar.replicas.reply import called_tools
 
 logger = logging.getLogger(__name__)
 
+TAIL_TOKENS = 16
+"""Of a text, as many as hold a character behind all that is not text."""
+
 
 class TextOut:
     """Decodes one answer to text and watches for stop strings. `push` each token, `flush` once at the end.
 
     Text that may be the start of a stop string is held back until that is decided, so a client never sees a
     part of one. Bytes of an unfinished UTF-8 character are held back too. `shown_ids`: special tokens whose
-    text is part of the answer; others are left out.
+    text is part of the answer; others are left out. `behind`: the last tokens of a text that the answer
+    continues: some decoders leave out a text's first blank, which is then not the answer's.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], shown_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...],
+        shown_ids: tuple[int, ...] = (),
+        behind: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._shown_ids = shown_ids
         self._stream = DecodeStream(skip_special_tokens=True)
+        if behind and self._stream.step(tokenizer, list(behind)) is None:
+            self._stream = DecodeStream(skip_special_tokens=True)  # within a character, or no text at all
         self._held = ""
 
     def push(self, token_id: int, *, may_stop: bool = True) -> tuple[str, bool]:
@@ -151,7 +163,8 @@ class OutputProcessor:
         """Add a token to one answer of a request. Raises `GrammarRefused` if its grammar has none such."""
         params, grammar = choice.sampling, choice.grammar
         if choice.index not in opened.texts:
-            opened.texts[choice.index] = TextOut(self.tokenizer, params.stop, params.shown_token_ids)
+            behind = opened.request.prompt_token_ids[-TAIL_TOKENS:] if params.continues_text else ()
+            opened.texts[choice.index] = TextOut(self.tokenizer, params.stop, params.shown_token_ids, behind)
         text_out = opened.texts[choice.index]
         choice.tokens.append(token_id)
         if grammar is not None:

@@ -81,6 +81,7 @@ class CallFrame:
 
     `before` (with `{name}`) and `behind` are of each call, `begin` and `end` of all, `between` of two; None:
     an answer holds one. `mark`: what tells a call from text, at the front of the first; empty: nothing does.
+    `ends`: what ends arguments that are not written as JSON; empty: they are.
     """
 
     before: str
@@ -89,6 +90,7 @@ class CallFrame:
     begin: str = ""
     end: str = ""
     mark: str = ""
+    ends: str = ""
 
 
 _FRAMES: Final[Mapping[str, CallFrame]] = {
@@ -107,6 +109,10 @@ _FRAMES: Final[Mapping[str, CallFrame]] = {
         end=DEEPSEEK["calls▁end"],
         mark=DEEPSEEK["calls▁begin"],
     ),
+    "qwen3_xml": CallFrame(
+        "<tool_call>\n<function={name}>\n", "", "\n", mark="<tool_call>", ends="</tool_call>"
+    ),
+    "gemma4": CallFrame("<|tool_call>call:{name}{", "", "", mark="<|tool_call>", ends="<tool_call|>"),
 }
 _MISTRAL_NAMED: Final = CallFrame("[TOOL_CALLS]{name}[ARGS]", "", "", mark="[TOOL_CALLS]")
 """Of Mistral's models since 2025."""
@@ -118,6 +124,35 @@ _REASONING: Final[Mapping[str, Field]] = {
 }
 FORMATS: Final = tuple(_CALLS)
 """Names of the formats of tool calls."""
+_START, _CHANNEL, _MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
+_CHANNELS: Final = r"<\|channel\|>(?:analysis|commentary)"
+_HARMONY_WORDS: Final[Mapping[str, Field]] = {
+    REASONING: {
+        "open": [f"{before}{_CHANNEL}analysis{_MESSAGE}" for before in ("", _START)],
+        "close": "<|end|>",
+    },
+    # What is said has a mark as well. Where one is a call's, too, that goes before it, by its name.
+    "words": {
+        "open_pattern": r"(?:<\|start\|>assistant[^<]{0,256})?<\|channel\|>(?:analysis|commentary|final)"
+        r"[^<]{0,256}(?:<\|constrain\|>[^<]{0,64})?<\|message\|>"
+        r"|<\|(?:start|channel)\|>[^<]{0,256}(?:<\|(?:channel|constrain)\|>[^<]{0,256}){0,2}\Z",  # cut
+        "close": "<|end|>",
+    },
+}
+_HARMONY_CALLS: Final[Field] = {  # its tool stands before the channel, or behind it
+    "open_pattern": rf"(?:<\|start\|>assistant)?(?:{_CHANNELS})?\s{{0,8}}to=functions\."
+    rf"(?P<name>[\w.:/-]{{1,128}})\s{{0,8}}(?:{_CHANNELS})?\s{{0,8}}"
+    r"(?:(?:<\|constrain\|>)?\w{1,32}\s{0,8})?<\|message\|>",
+    "close": "<|call|>",
+    "content": "json",
+    "transform": _NAMED,
+}
+_HARMONY_FRAME: Final = CallFrame(
+    f"{_CHANNEL}commentary to=functions.{{name}} <|constrain|>json{_MESSAGE}",
+    "",
+    None,
+    mark=f"{_CHANNEL}commentary to=functions.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +161,8 @@ class ReplyFormat:
 
     `calls`, `reasoning`: JSON of fields of a response template; empty: the model writes none. `is_bare`: a
     call has no mark of its own, so that only a call of a known tool is one. `frame`: how a call is written
-    around its arguments; None: not as JSON, or that is not known.
+    around its arguments; None: not as JSON, or that is not known. `head`: the mark of what is said, `joint`:
+    what stands between parts; empty: what is said has no mark.
     """
 
     name: str
@@ -135,6 +171,8 @@ class ReplyFormat:
     style: Style = "declared"
     is_bare: bool = False
     frame: CallFrame | None = None
+    head: str = ""
+    joint: str = ""
 
     def template(self, *, reads_calls: bool) -> ResponseTemplate:
         """Return the compiled template that splits an answer into regions, their text untouched.
@@ -168,12 +206,19 @@ class ReplyFormat:
         """The texts that open and close reasoning; None: there is none, or its marks are patterns."""
         fields = parse_json(self.reasoning).values() if self.reasoning else ()
         marks = [(field["open"], field["close"]) for field in fields if {"open", "close"} <= field.keys()]
+        marks = [(opens if isinstance(opens, str) else opens[0], closes) for opens, closes in marks]
         return marks[0] if marks and all(isinstance(mark, str) for mark in marks[0]) else None
 
+    def thought_at_end(self, prompt: str) -> str:
+        """Return the mark of reasoning that a prompt ends with; empty: none."""
+        return next((mark for mark in self.thought_marks or () if prompt.rstrip().endswith(mark)), "")
+
     def before_thought(self, opening: str) -> str:
-        """Return the part of an answer's opening in front of reasoning that it may begin with."""
-        fields = _loaded(self.reasoning).fields.values() if self.reasoning else ()
-        found = [match.start() for field in fields if (match := field.open_re.search(opening))]
+        """Return the part of an answer's opening in front of reasoning, or of the end of one left out."""
+        fields = _loaded(self.reasoning).fields if self.reasoning else {}
+        thoughts = [field for name, field in fields.items() if name in THOUGHTS]
+        marks = [mark for field in thoughts for mark in (field.open_re, field.close_re) if mark is not None]
+        found = [match.start() for mark in marks if (match := mark.search(opening))]
         return opening[: min(found, default=len(opening))]
 
 
@@ -201,6 +246,7 @@ def declared_format(response_template: Mapping[str, Any]) -> ReplyFormat:
         json.dumps(calls) if calls else "",
         json.dumps(thoughts) if thoughts else "",
         _style_of(calls[CALLS]) if calls else "declared",
+        frame=_frame_of(calls[CALLS]) if calls else None,
     )
     made.template(reads_calls=True)
     return made
@@ -218,6 +264,14 @@ def _style_of(field: Field) -> Style:
     if is_each or call != _NAMED["function"] or "(?P<name>" not in field.get("open_pattern", ""):
         return "declared"
     return "named" if not args else "gemma" if args == _CALLS["gemma4"]["content_args"] else "declared"
+
+
+def _frame_of(field: Field) -> CallFrame | None:
+    """Return the frame of calls of a declared field; None: its marks are patterns, or there is no end."""
+    mark, ends = field.get("open"), field.get("close")
+    if not (isinstance(mark, str) and isinstance(ends, str)):
+        return None
+    return CallFrame(mark, "", "\n", mark=mark, ends=ends)
 
 
 def _opens(field: Field) -> bool:
@@ -241,6 +295,17 @@ def sniffed_format(template: str, rendered_call: str, tool: str) -> ReplyFormat:
     if tool in rendered_call:
         name = next((name for name, mark in marks.items() if mark in rendered_call), None)
     reasoning = None
+    if f"{_CHANNEL}analysis{_MESSAGE}" in template:
+        calls = json.dumps({CALLS: {"repeats": True, **_HARMONY_CALLS}})
+        return ReplyFormat(
+            "harmony",
+            calls if f"to=functions.{tool}" in rendered_call else "",
+            json.dumps(_HARMONY_WORDS),
+            "named",
+            frame=_HARMONY_FRAME,
+            head=f"{_CHANNEL}final{_MESSAGE}",
+            joint=_START,
+        )
     if "</think>" in template:
         reasoning = "think"
     elif "[/THINK]" in template:

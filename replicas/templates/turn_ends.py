@@ -22,6 +22,7 @@ ANSWER = "probe4answer"
 """What no template writes of its own."""
 ASKED: tuple[Json, ...] = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER})
 NEXT: Json = {"role": "user", "content": "Hello"}
+CALL = "<|call|>"
 BRACKETED = re.compile(r"[<\[][^<>\[\]\s]+[>\]]")
 """Control tokens look like this also where a file does not call them special: `<|im_end|>`, `</s>`."""
 
@@ -35,8 +36,8 @@ def end_of_turn(
     token is known to end a turn; else it is empty.
 
     Nothing is added if the template writes a known one there, behind the last message of a conversation or
-    behind one in its middle: of GPT-OSS the two differ, and the second is within an answer as well. Raises
-    `ModelRefused` if the template does not end.
+    behind one in its middle: of GPT-OSS the two differ, and the second is within an answer as well. Its calls
+    end with a token of their own, which is added. Raises `ModelRefused` if the template does not end.
     """
     if not tokenizer.chat_template:
         return None, ""
@@ -46,7 +47,8 @@ def end_of_turn(
     control = {str(token): one for one, token in added_tokens.items() if _is_control(token)}
     found = [_first(text or "", control) for text in behind]
     if any(one in known for one in found):
-        return None, ""
+        call = control.get(CALL) if CALL in str(tokenizer.chat_template) else None
+        return None if call in known else call, ""
     new = next((one for one in found if one is not None), None)
     if new is not None:
         return new, ""

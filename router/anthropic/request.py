@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from typing import Any
 
 from samovar.configs.settings import LimitsSettings
@@ -194,18 +195,23 @@ def _translated(asked: MessagesBody) -> _Translation:
     if asked.system:
         now = made.add({"role": "system", "content": _parts(asked.system, made)}, "system")
         made.places[f"{now}.content"] = "system"
-    for index, message in enumerate(asked.messages):
+    for _, group in groupby(enumerate(asked.messages), _turn):
+        (index, message), *more = group
         place = f"messages[{index}]"
         if message.role not in ("user", "assistant", "system"):
             raise InvalidValue(
                 f"{place}.role", f"{place}.role={shown(message.role)} is none of user, assistant, system."
             )
-        if isinstance(message.content, str):
+        if isinstance(message.content, str) and not more:
             made.add({"role": message.role, "content": message.content}, place)
-        elif message.role == "assistant":
-            _add_answer(made, message.content, place)
+            continue
+        blocks = _blocks(message, index, is_joined=False)
+        for at, one in more:
+            blocks += _blocks(one, at, is_joined=bool(blocks) and blocks[-1][1].type not in NO_TEXTS)
+        if message.role == "assistant":
+            _add_answer(made, blocks, place)
         else:
-            _add_turn(made, message, message.content, place, is_last=index == last)
+            _add_turn(made, message, blocks, place, last=f"messages[{last}]")
     for index, tool in enumerate(asked.tools or ()):
         _add_tool(made, tool, f"tools[{index}]")
     if asked.cache_control is not None or any(tool.cache_control for tool in asked.tools or ()):
@@ -214,6 +220,29 @@ def _translated(asked: MessagesBody) -> _Translation:
         mark = asked.cache_control or first
         assert mark is not None
         made.messages[0].setdefault("cache_control", {"type": mark.type, "ttl": mark.ttl})
+    return made
+
+
+NO_TEXTS = ("thinking", "redacted_thinking", "tool_use", "tool_result")
+Block = tuple[str, ContentBlock]
+"""With its place in the body."""
+
+
+def _turn(one: tuple[int, AnthropicMessage]) -> str | int:
+    """Return what messages of one turn share: those of a role that follow each other, as Anthropic has it."""
+    return one[0] if one[1].role == "system" else one[1].role
+
+
+def _blocks(message: AnthropicMessage, index: int, *, is_joined: bool) -> list[Block]:
+    """Return the blocks of a message; a first text that is joined to another message's is a paragraph."""
+    place, content = f"messages[{index}].content", message.content
+    if isinstance(content, str):
+        made = [(place, ContentBlock(type="text", text=content))]
+    else:
+        made = [(f"{place}[{number}]", block) for number, block in enumerate(content)]
+    if is_joined and made and made[0][1].text:
+        where, first = made[0]
+        made[0] = where, first.model_copy(update={"text": f"\n\n{first.text}"})
     return made
 
 
@@ -258,16 +287,15 @@ def _add_tool(made: _Translation, tool: AnthropicTool, place: str) -> None:
 
 
 def _add_turn(
-    made: _Translation, message: AnthropicMessage, blocks: list[ContentBlock], place: str, *, is_last: bool
+    made: _Translation, message: AnthropicMessage, blocks: list[Block], place: str, *, last: str
 ) -> None:
     """Add what a user or the system says: a message for each run of texts, one for each tool's result.
 
-    `is_last`: it is the user's last one, in which nothing is replaced.
+    `last`: the place of the user's last message, in which nothing is replaced.
     """
     texts: list[Json] = []
     at = len(made.messages)
-    for number, block in enumerate(blocks):
-        where = f"{place}.content[{number}]"
+    for where, block in blocks:
         if block.type == "tool_result" and message.role == "user":
             if texts:
                 made.add({"role": message.role, "content": texts}, place)
@@ -282,7 +310,7 @@ def _add_turn(
             if not texts:
                 at = len(made.messages)
             now = f"messages[{at}].content[{len(texts)}]"
-            texts.append(_text(made, block, where, now, is_last=is_last))
+            texts.append(_text(made, block, where, now, is_last=where.startswith(f"{last}.")))
     if texts or not blocks:
         made.add({"role": message.role, "content": texts}, place)
 
@@ -310,15 +338,14 @@ def _text(made: _Translation, block: ContentBlock, where: str, now: str, *, is_l
     return text
 
 
-def _add_answer(made: _Translation, blocks: list[ContentBlock], place: str) -> None:
+def _add_answer(made: _Translation, blocks: list[Block], place: str) -> None:
     """Add what the assistant said: its texts, thoughts and calls as one message."""
     at = f"messages[{len(made.messages)}]"
     texts: list[Json] = []
     thoughts: list[str] = []
     calls: list[Json] = []
     marks: list[CacheMark] = []
-    for number, block in enumerate(blocks):
-        where = f"{place}.content[{number}]"
+    for where, block in blocks:
         if block.type == "thinking":
             thoughts.append(block.thinking or "")
         elif block.type == "redacted_thinking":

@@ -628,6 +628,7 @@ class RequestOpener:
                 max_tokens=max_tokens,
                 shown_token_ids=prompt.shown_ids,
                 grammar=prompt.grammar or request.sampling.grammar,
+                continues_text=not isinstance(request, ParsedChat) or request.continues,
             )
             asks.append(
                 GenerateRequest(

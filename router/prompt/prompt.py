@@ -188,7 +188,7 @@ class PromptBuilder:
         self._special = {one: str(token) for one, token in added.items() if getattr(token, "special", False)}
         self._marks = {str(token): one for one, token in added.items() if BRACKETED.fullmatch(str(token))}
         self._answer_opening = self._opening()
-        # Without a thought that it may begin with.
+        # Without a thought that it may begin with, or the end of one that is left out.
         self._answer_header = self.template.form.before_thought(self._answer_opening)
         self._memory = ReplyMemory(limits.reply_memory_bytes_max)
         self._prefix = settings.router.prefix
@@ -217,7 +217,8 @@ class PromptBuilder:
         Raises `ApiError`: 400 if the template or the context refuses it, 429 if too many prompts wait.
         """
         work, chars = partial(self._followed, salt, request, owner, forgets), chars_of(request)
-        is_short = chars <= SHORT_CHARS and len(request.messages) <= SHORT_MESSAGES and request.offer is None
+        is_short = chars <= SHORT_CHARS and len(request.messages) <= SHORT_MESSAGES
+        is_short = is_short and request.offer is None and request.sampling.grammar is None  # it is compiled
         if is_short and self._threads.is_idle:
             return work()
         return await self.work(work, chars, tenant)
@@ -389,8 +390,10 @@ class PromptBuilder:
         if not can_call and not form.reasoning:
             return None
         at = rendered.rfind(self._answer_header) if self._answer_header else -1
-        if at < 0 or not (request.begins_turn or request.continues):
+        if not (request.begins_turn or request.continues):
             opening = ""
+        elif at < 0:  # nothing stands in front of a thought: its mark does, at the end
+            opening = form.thought_at_end(rendered)
         else:
             opening = rendered[at + len(self._answer_header) :]
         tools = offer.tools if offer is not None and can_call else ()
@@ -457,7 +460,7 @@ class PromptBuilder:
 
         After that some templates put what no later prompt has: an empty thought, or the start of one.
         """
-        at = rendered.rfind(self._answer_opening) if self._answer_opening else -1
+        at = rendered.rfind(self._answer_header or self._answer_opening)
         own = 0 if at < 0 else len(self._encode(rendered[at:], add_special_tokens=False))
         return Prompt(token_ids, rendered, max(1, len(token_ids) - own))
 

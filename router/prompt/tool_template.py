@@ -23,6 +23,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError
+
 from samovar.configs.json_text import parse_json
 from samovar.configs.settings import ModelSettings
 from samovar.replicas.grammar import (
@@ -43,6 +45,7 @@ from samovar.router.openai import (
     ToolCall,
     ToolOffer,
     UnsupportedParameter,
+    led,
 )
 
 logger = logging.getLogger(__name__)
@@ -89,7 +92,8 @@ class ToolTemplate:
 
     `is_native`: the template writes tools itself. `wants_text`: it takes a call's arguments as text, not as
     an object. `wants_short_ids`: it refuses ids that are not `SHORT_ID`. `variables`: those of
-    `THOUGHT_VARIABLES` that it uses. `reads_tools`: False: requests with tools are refused.
+    `THOUGHT_VARIABLES` that it uses. `reads_tools`: False: requests with tools are refused. `has_system`: it
+    has a place for a system prompt.
     """
 
     form: ReplyFormat
@@ -98,6 +102,7 @@ class ToolTemplate:
     wants_short_ids: bool = False
     variables: frozenset[str] = frozenset()
     reads_tools: bool = True
+    has_system: bool = True
 
     def conversation(self, request: ParsedChat) -> tuple[list[Json], Json]:
         """Return the messages as the template wants them, and its `tools` argument if it takes one."""
@@ -105,12 +110,14 @@ class ToolTemplate:
         if self.is_native or not (offer or any(one.calls or one.call_id for one in request.messages)):
             made = [self._message(message) for message in request.messages]
             return made, {"tools": [tool.spec for tool in offer.tools]} if offer else {}
-        return list(_generic(request.messages, offer)), {}
+        return list(_generic(request.messages, offer, self.has_system)), {}
 
     def _message(self, message: ChatMessage) -> Json:
         made: Json = {"role": message.role, "content": message.content}
         if message.reasoning:
             made["reasoning_content"] = message.reasoning
+            if self.form.head and not (message.calls and message.content):  # as harmony's template calls it
+                made["thinking"] = message.reasoning
         if message.calls:
             made["tool_calls"] = [self._call(call) for call in message.calls]
         if message.role == "tool":
@@ -155,7 +162,7 @@ def inspect_template(tokenizer: Template, settings: ModelSettings) -> ToolTempla
     """Return what the template of `tokenizer` does, found by rendering; `settings` may name the formats."""
     source = tokenizer.chat_template
     text = "\n".join(map(str, source.values())) if isinstance(source, dict) else str(source or "")
-    variables = frozenset(name for name in THOUGHT_VARIABLES if re.search(rf"\b{name}\b", text))
+    variables = frozenset(THOUGHT_VARIABLES) & set(_names(text))
     wants_text = False
     offered, called = _render(tokenizer, [HELLO]), ""
     if offered is not None and PROBE in offered:
@@ -182,17 +189,30 @@ def inspect_template(tokenizer: Template, settings: ModelSettings) -> ToolTempla
         chosen = form
     else:
         chosen = format_named("hermes" if calls in ("auto", "none") or not is_native else calls, None)
-    thought = {"auto": form.reasoning, "none": ""}.get(settings.reasoning_parser)
-    if thought is None:
-        thought = format_named(None, settings.reasoning_parser).reasoning
+    words = form
+    if settings.reasoning_parser != "auto":
+        words = format_named(None, None if settings.reasoning_parser == "none" else settings.reasoning_parser)
     return ToolTemplate(
-        form=replace(chosen, reasoning=thought),
+        form=replace(chosen, reasoning=words.reasoning, head=words.head, joint=words.joint),
         is_native=is_native,
         wants_text=wants_text and is_native,
         wants_short_ids=is_native and _render(tokenizer, _probe(wants_text, "call_0123456789")) is None,
         variables=variables,
         reads_tools=calls != "none",
+        has_system=PROBE in (_render(tokenizer, [{"role": "system", "content": PROBE}, HELLO], ()) or ""),
     )
+
+
+def _names(template: str) -> Iterator[str]:
+    """Yield the names in a template's code: not those of attributes, nor words in its texts."""
+    before = ""
+    try:
+        for _, kind, word in Environment().lex(template):
+            if kind == "name" and before != ".":
+                yield word
+            before = before if kind == "whitespace" else word
+    except TemplateSyntaxError:
+        return  # it renders nothing either
 
 
 def _probe(wants_text: bool, call_id: str) -> list[Json]:
@@ -206,37 +226,51 @@ def _probe(wants_text: bool, call_id: str) -> list[Json]:
     ]
 
 
-def _render(tokenizer: Template, conversation: list[Json]) -> str | None:
+def _render(
+    tokenizer: Template, conversation: list[Json], tools: Sequence[Json] = (PROBE_TOOL,)
+) -> str | None:
     """Return what the template makes of a conversation with tools; None if it refuses it."""
     if not tokenizer.chat_template:
         return None
     try:
-        return rendered(tokenizer, conversation, add_generation_prompt=False, tools=[PROBE_TOOL])
+        return rendered(tokenizer, conversation, add_generation_prompt=False, tools=list(tools) or None)
     except TemplateLimit as limit:
         raise refused_model(limit) from None
     except TEMPLATE_FAULTS:
         return None
 
 
-def _generic(messages: Sequence[ChatMessage], offer: ToolOffer | None) -> Iterator[Json]:
-    """Yield the messages for a template that knows no tools."""
+def _generic(messages: Sequence[ChatMessage], offer: ToolOffer | None, has_system: bool) -> Iterator[Json]:
+    """Yield the messages for a template that knows no tools.
+
+    Results are the user's, and one message with what the user says beside them: some templates refuse two.
+    """
     section = ""
     if offer is not None:
         section = SECTION.replace("{tools}", "\n".join(tool.text for tool in offer.tools))
     if section and messages[0].role != "system":
-        yield {"role": "system", "content": section}
+        if has_system:
+            yield {"role": "system", "content": section}
+        else:
+            messages = led(messages, f"{section}\n")
         section = ""
-    for is_result, group in groupby(messages, lambda message: message.role == "tool"):
-        if is_result:
-            results = (f"<tool_response>\n{message.content}\n</tool_response>" for message in group)
-            yield {"role": "user", "content": "\n".join(results)}
+    for _, group in groupby(messages, lambda message: message.role in ("tool", "user")):
+        run = list(group)
+        if any(message.role == "tool" for message in run):
+            yield {"role": "user", "content": "\n".join(map(_heard, run))}
             continue
-        for message in group:
+        for message in run:
             texts = [section, "\n\n", message.content] if section else [message.content]
             section = ""
             calls = [call_text(call.name, call.arguments) for call in message.calls]
             texts += [] if not calls else ["\n" if message.content else "", "\n".join(calls)]
             yield {"role": message.role, "content": "".join(texts)}
+
+
+def _heard(message: ChatMessage) -> str:
+    """Return what the user or a tool says, for a template that knows no tools."""
+    is_result = message.role == "tool"
+    return f"<tool_response>\n{message.content}\n</tool_response>" if is_result else message.content
 
 
 def call_text(name: str, arguments: str) -> str:
@@ -274,12 +308,12 @@ class AnswerForm:
         `content`: what the request asks of what is said. Raises `InvalidValue` naming the field that cannot
         be served, `UnsupportedParameter` if the model's format has no form for it.
         """
-        rules = self._rules(content)
-        if not rules:
-            return None
         field = "tools" if content is None or self._promise else content.field
-        made = Grammar("lark", "\n".join([*rules, TEXT, BLANK]), field)
         try:
+            rules = self._rules(content, compiler)
+            if not rules:
+                return None
+            made = Grammar("lark", "\n".join([*rules, TEXT, BLANK]), field)
             compiler.check(made)
         except GrammarRefused as refused:
             self._blame(compiler)
@@ -290,26 +324,34 @@ class AnswerForm:
     def _promise(self) -> str | None:
         return None if self.offer is None else self.offer.promise
 
-    def _rules(self, content: Grammar | None) -> list[str]:
+    def _rules(self, content: Grammar | None, compiler: GrammarCompiler) -> list[str]:
         """Return the rules of an answer, none if it needs no more than its content's grammar."""
         offer, schema = self.offer, _schema_of(content)
+        if self.form.head and self.form.head in self.opening:
+            return []  # it is being said
+        head = self._text(self.form.head) if self.form.head else ""
         frame = self._frame(offer, schema is not None and _is_of_content(content))
         if offer is not None and frame is not None:
-            if offer.must_call or schema is not None:
-                said = [] if offer.must_call or schema is None else [embedded_json(schema)]
+            if offer.must_call or schema is not None or head:
+                words = "TEXT" if schema is None else embedded_json(schema)
+                said = [] if offer.must_call else [f"{head} {words}"]
                 rules = [
                     f"start: {self._thought(' BLANK?')} answer",
                     f"answer: {' | '.join(['calls', *said])}",
                 ]
-                rules += self._calls(offer, frame, "")
+                if not said or not self.form.is_bare:
+                    rules += self._calls(offer, frame, "")
+                else:  # its frame is one lexeme, and would hide the JSON that begins like it
+                    rules.append(f"calls: {embedded_json(_bare_call(offer))}")
             else:  # text, and calls where there are any
                 rules = [f"start: {self._thought()} answer", "answer: TEXT | until_call calls"]
                 rules += [
                     *_until("until_call", frame.mark, self.marks),
                     *self._calls(offer, frame, frame.mark),
                 ]
-        elif schema is not None and self._is_in_thought:
-            rules = [f"start: {self._thought(' BLANK?')} {embedded_json(schema)}"]
+        elif content is not None and (self._is_in_thought or head):
+            words = f"%lark {{\n{compiler.lark(content)}\n}}" if schema is None else embedded_json(schema)
+            rules = [f"start: {self._thought(' BLANK?')} {head} {words}"]
         else:
             return []
         if thought := self.form.thought_marks:
@@ -323,13 +365,19 @@ class AnswerForm:
     def _frame(self, offer: ToolOffer | None, says_json: bool) -> CallFrame | None:
         """Return the frame of calls whose form matters; None: they are not watched for."""
         frame, promise = self.form.frame, self._promise
-        if promise is None:
-            can_call = says_json and offer is not None and offer.may_call
-            return frame if can_call and frame is not None and frame.mark else None
         parser = f"model.tool_parser {self.form.name!r}"
-        if frame is None:
+        if promise is None:
+            if not (says_json and offer is not None and offer.may_call and self.form.calls):
+                return None
+            if frame is not None:
+                return None if self._hides_calls else frame
+            promise, reason = (
+                "response_format",
+                f"beside tools, no mark tells this model's calls ({parser}) from it",
+            )
+        elif frame is None or frame.ends:
             reason = f"calls in this model's format ({parser}) are not written as JSON"
-        elif not frame.mark and promise != "tool_choice":
+        elif self._hides_calls or not (frame.mark or promise == "tool_choice"):
             reason = f"in this model's format ({parser}) nothing tells a call from text"
         else:
             return frame
@@ -340,13 +388,20 @@ class AnswerForm:
         marks = self.form.thought_marks
         return marks is not None and self.opening.rfind(marks[0]) > self.opening.rfind(marks[1])
 
+    @property
+    def _hides_calls(self) -> bool:
+        """Whether a call would stand behind a thought that is begun, where one without a mark is text."""
+        return self._is_in_thought and self.form.is_bare
+
     def _thought(self, blank: str = "") -> str:
         """Return the terms of reasoning in front of an answer; `blank`: what may follow it."""
-        marks, frame = self.form.thought_marks, self.form.frame
-        if marks is None or (frame is not None and not frame.mark):
-            return ""  # a call without a mark comes first
+        marks, frame, joint = self.form.thought_marks, self.form.frame, self._text(self.form.joint)
+        if joint and marks:
+            return f"{f'thought_rest {joint}' if self._is_in_thought else ''} (thought {joint})*"
         if self._is_in_thought:
             return f"thought_rest{blank}"
+        if marks is None or (frame is not None and not frame.mark):
+            return ""  # a call without a mark comes first
         return "" if marks[1] in self.opening else f"(thought{blank})?"
 
     def _calls(self, offer: ToolOffer, frame: CallFrame, read: str) -> Iterator[str]:
@@ -362,11 +417,14 @@ class AnswerForm:
         )
         for name, cut in cuts.items():
             each = [
-                f"{self._text(frame.before.replace('{name}', tool.name).removeprefix(cut))} args_{at} "
-                f"{self._text(frame.behind)}"
+                f"{self._text(frame.before.replace('{name}', tool.name).removeprefix(cut))} "
+                f"{'args' if frame.ends else f'args_{at}'} {self._text(frame.behind)}"
                 for at, tool in enumerate(tools)
             ]
-            yield f"{name}: {' | '.join(each)}"
+            yield f"{name}: {' | '.join(dict.fromkeys(each))}"
+        if frame.ends:
+            yield from _until("args", frame.ends, self.marks)
+            return
         chars = 0
         for at, tool in enumerate(tools):
             if chars > WRITTEN_CHARS_MAX:
@@ -406,6 +464,18 @@ class AnswerForm:
         return " ".join(
             f"<[{self.marks[part]}]>" if part in self.marks else _literal(part) for part in parts if part
         )
+
+
+def _bare_call(offer: ToolOffer) -> Json:
+    """Return the schema of a call that has no mark: the whole answer is it."""
+    names = [tool.name for tool in offer.tools if offer.only in (None, tool.name)]
+    properties = {"name": {"enum": names}, "parameters": ANY_OBJECT}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
 
 
 def _until(name: str, mark: str, marks: Mapping[str, int]) -> list[str]:

@@ -161,11 +161,17 @@ class ResponsesParser:
             raise rename(error, here) from None
         held: dict[str, Any] = {one.name: getattr(chat, one.name) for one in fields(chat)}
         altered = (place_here(place, here) for place in chat.ignored_fields)
-        held["ignored_fields"] = (*(asked.model_extra or {}), *ignored, *said.ignored, *altered)
+        held["ignored_fields"] = (
+            *(asked.model_extra or {}),
+            *_unheard(asked),
+            *ignored,
+            *said.ignored,
+            *altered,
+        )
         return ParsedResponse(
             **held,
             said=said.messages,
-            echo=_echo(asked),
+            echo=_echo(asked, chat),
             names=names,
             customs=frozenset(customs),
             is_stored=asked.store is not False,
@@ -411,8 +417,18 @@ def _tools(
     return made, names, places, ignored
 
 
-def _echo(asked: ResponsesBody) -> Json:
-    """Return what a response repeats of its request."""
+def _unheard(asked: ResponsesBody) -> list[str]:
+    """Return the fields of those above whose wish is not followed."""
+    wishes = {
+        "truncation": asked.truncation not in (None, "disabled"),
+        "text.verbosity": bool(asked.text and asked.text.verbosity),
+        "reasoning.summary": bool(asked.reasoning and asked.reasoning.summary),
+    }
+    return [name for name, is_given in wishes.items() if is_given]
+
+
+def _echo(asked: ResponsesBody, chat: ParsedChat) -> Json:
+    """Return what a response says of its request: as it was served, with the model's defaults."""
     choice = asked.tool_choice
     functions = [
         {
@@ -436,10 +452,10 @@ def _echo(asked: ResponsesBody) -> Json:
         "prompt_cache_key": asked.prompt_cache_key,
         "reasoning": {
             "effort": asked.reasoning.effort if asked.reasoning else None,
-            "summary": asked.reasoning.summary if asked.reasoning else None,
+            "summary": None,
         },
         "store": asked.store is not False,
-        "temperature": 1.0 if asked.temperature is None else asked.temperature,
+        "temperature": chat.sampling.temperature,
         "text": {"format": told},
         "tool_choice": choice
         if isinstance(choice, str)
@@ -447,7 +463,7 @@ def _echo(asked: ResponsesBody) -> Json:
         if choice is None
         else choice.model_dump(exclude_none=True),
         "tools": functions,
-        "top_p": 1.0 if asked.top_p is None else asked.top_p,
-        "truncation": asked.truncation or "disabled",
+        "top_p": chat.sampling.top_p,
+        "truncation": "disabled",
         "user": asked.user,
     }

@@ -110,6 +110,29 @@ DEEPSEEK = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 ).replace("BAR", "\uff5c")
 
+# Each part of an answer has a channel; a turn has one call, and only its thought stays in a history.
+HARMONY = (
+    "{{ '<|start|>system<|message|>Reasoning: ' ~ (reasoning_effort or 'medium') ~ '<|end|>' }}"
+    "{% if tools %}{{ '<|start|>developer<|message|>' ~ (tools | tojson) ~ '<|end|>' }}{% endif %}"
+    "{% set last = namespace(name=none) %}{% for message in messages %}"
+    "{% if message.role == 'assistant' and message.tool_calls %}"
+    "{% set call = message.tool_calls[0].function %}{% set last.name = call.name %}"
+    "{% if message.content and message.thinking %}{{ raise_exception('content and thinking') }}"
+    "{% endif %}{% set thought = message.content or message.thinking %}"
+    "{% if thought %}{{ '<|start|>assistant<|channel|>analysis<|message|>' ~ thought ~ '<|end|>' }}"
+    "{% endif %}"
+    "{{ '<|start|>assistant to=functions.' ~ call.name ~ '<|channel|>commentary json<|message|>' }}"
+    "{{ call.arguments | tojson }}{{ '<|call|>' }}"
+    "{% elif message.role == 'assistant' %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' ~ message.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% elif message.role == 'tool' %}{{ '<|start|>functions.' ~ last.name }}"
+    "{{ ' to=assistant<|channel|>commentary<|message|>' ~ (message.content | tojson) ~ '<|end|>' }}"
+    "{% else %}{{ '<|start|>' ~ message.role ~ '<|message|>' ~ message.content ~ '<|end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+HARMONY_TOKENS = ("start", "channel", "message", "constrain", "end", "call", "return")
+
 TEMPLATES = {"hermes": HERMES, "qwen3": QWEN3, "llama3": LLAMA3, "mistral": MISTRAL, "deepseek": DEEPSEEK}
 
 

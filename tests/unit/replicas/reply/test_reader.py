@@ -19,7 +19,9 @@ from samovar.replicas.reply import (
     declared_format,
     format_named,
     read_reply,
+    sniffed_format,
 )
+from tests.support.router.chat_templates import HARMONY
 
 BAR = "\uff5c"
 CALLS_BEGIN, CALL_BEGIN, SEP, CALL_END, CALLS_END = (
@@ -209,7 +211,7 @@ def test_arguments_are_json_that_can_be_sent() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_written_into_its_frame_is_read(name: str) -> None:
     form = format_named(name, None)
-    if form.frame is None:
+    if form.frame is None or form.frame.ends:
         assert name in ("qwen3_xml", "gemma4"), "their arguments are no JSON"
         return
     frame, calls = form.frame, [F1, F2] if form.frame.between is not None else [F1]
@@ -217,6 +219,44 @@ def test_a_call_written_into_its_frame_is_read(name: str) -> None:
     text = frame.begin + (frame.between or "").join(each) + frame.end
     assert text.startswith(frame.mark)
     assert read_reply(ReplyReading(form, tools=("f",)), text) == Reply(calls=calls)
+
+
+THOUGHT = "<|channel|>analysis<|message|>hm\n<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("text", "reply"),
+    [
+        ("<|channel|>final<|message|>Paris.", Reply("Paris.")),
+        (f"{THOUGHT}<|channel|>final<|message|>Paris.", Reply("Paris.", "hm")),
+        (
+            f'{THOUGHT}<|channel|>commentary to=functions.f <|constrain|>json<|message|>{{"a": 1}}<|call|>',
+            Reply("", "hm", [F1]),
+        ),
+        (f'{THOUGHT} to=functions.f<|channel|>commentary json<|message|>{{"a": 1}}', Reply("", "hm", [F1])),
+        (
+            '<|channel|>analysis to=functions.f code<|message|>{"a": "<|call|>',
+            Reply(calls=[Call("f", '{"a": "<|call|>', is_whole=False)]),
+        ),
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+            '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>',
+            Reply("I look.", calls=[F1]),
+        ),
+        ("<|channel|>commentary to=browser.open<|message|>{}", Reply("{}")),
+        (THOUGHT, Reply(reasoning="hm")),
+        (f"{THOUGHT}<|channel|>final", Reply(reasoning="hm")),
+        ("plain < text", Reply("plain < text")),
+    ],
+)
+def test_channels_of_harmony_are_told_apart(text: str, reply: Reply) -> None:
+    form = sniffed_format(HARMONY, "to=functions.f", "f")
+    for step in (1, 3, len(text)):
+        reader = ReplyReader(ReplyReading(form, tools=("f", "g")))
+        for at in range(0, len(text), step):
+            reader.feed(text[at : at + step])
+        reader.finish()
+        assert reader.reply == reply
 
 
 def test_a_declared_template_is_used_as_it_is() -> None:

@@ -60,7 +60,7 @@ REST = {"n": 12, "o": {"k": [1.5, None, True, {"x": "y"}], "e": {}}}
 def written(name: str, arguments: dict[str, Any]) -> str:
     """The text of a call, as the models of a format write it."""
     form = format_named(name, None)
-    if form.frame is not None:
+    if form.frame is not None and not form.frame.ends:
         frame = form.frame
         body = json.dumps(arguments, ensure_ascii=False)
         return frame.begin + frame.before.replace("{name}", "f") + body + frame.behind + frame.end

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from samovar.replicas.answers import TextOut, TokenText
-from samovar.replicas.messages import Sampled, SamplingParams
+from samovar.replicas.answers import OpenAnswers, OutputProcessor, TextOut, TokenText
+from samovar.replicas.messages import GenerateRequest, Sampled, SamplingParams
 from samovar.replicas.sampling.sampler import Sampler, uniform
 from samovar.replicas.scheduling.sequence import Sequence
 from tests.support.engines.tiny_models import make_tiny_tokenizer
@@ -150,19 +150,48 @@ def test_text_is_not_held_back_without_need(backend: Tokenizer) -> None:
     assert "".join(pieces[:-1]) == "hello there"
 
 
-def test_broken_bytes_of_a_byte_fallback_vocabulary() -> None:
-    """Llama-2 style: a byte no character can have, after a finished character, must not end the engine."""
-    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b"]
+def byte_fallback() -> tuple[Tokenizer, dict[str, int]]:
+    """A tokenizer in the style of Llama 2, and its vocabulary."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a"]
     ids = {token: number for number, token in enumerate(tokens)}
     backend = Tokenizer(BPE(vocab=ids, merges=[], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+    return backend, ids
+
+
+def test_broken_bytes_of_a_byte_fallback_vocabulary() -> None:
+    """A byte no character can have, after a finished character, must not end the engine."""
+    backend, ids = byte_fallback()
     out = TextOut(backend, ())
     finished = [f"<0x{byte:02X}>" for byte in "你".encode()]
     text = "".join(out.push(ids[token])[0] for token in ["a", *finished, "<0xE4>", "b", "a"])
     assert text.startswith("a你")
     assert text.endswith("ba")
+
+
+@pytest.mark.parametrize(
+    ("continues", "prompt", "answer", "text"),
+    [
+        (True, ["b"], ["▁a", "b"], " ab"),
+        (True, ["b", *["<unk>"] * 3, "▁"], ["▁a"], " a"),
+        (True, ["b", *(f"<0x{byte:02X}>" for byte in "你".encode())], ["▁a"], " a"),
+        (True, ["b", *(f"<0x{byte:02X}>" for byte in "你".encode()[:2])], ["<0xA0>", "b"], "\ufffdb"),
+        (True, ["<unk>"] * 20, ["▁a"], " a"),
+        (False, ["b"], ["▁a", "b"], "ab"),  # a turn of its own: its template writes the blank
+    ],
+)
+def test_an_answer_that_continues_a_text_keeps_its_first_blank(
+    continues: bool, prompt: list[str], answer: list[str], text: str
+) -> None:
+    backend, ids = byte_fallback()
+    params = SamplingParams(max_tokens=len(answer), continues_text=continues)
+    request = GenerateRequest("r", [ids[token] for token in prompt], params)
+    tokens = array("I", request.prompt_token_ids)
+    opened, choice = OpenAnswers(request), Sequence("r", 0, bytes(32), tokens, len(prompt), params, seed=0)
+    outputs = OutputProcessor(backend, (), TokenText(backend, frozenset()), 4096)
+    assert "".join(outputs.append(opened, choice, ids[token]).text for token in answer) == text
 
 
 def test_token_bytes_join_to_the_text(backend: Tokenizer) -> None:

@@ -80,6 +80,14 @@ def test_a_known_end_is_enough_so_that_an_answer_of_several_messages_goes_on() -
     assert ended(tokenizer_with(MISTRAL), [EOS_ID]) == (None, "")
 
 
+def test_a_token_that_ends_calls_is_added_to_a_known_end() -> None:
+    calls = HARMONY + "{% if tools %}{{ '<|call|>' }}{% endif %}"
+    tokenizer = tokenizer_with(calls, "<|return|>", "<|end|>", "<|call|>")
+    known = [tokenizer.convert_tokens_to_ids("<|return|>")]
+    assert ended(tokenizer, known) == ("<|call|>", "")
+    assert ended(tokenizer, [*known, tokenizer.convert_tokens_to_ids("<|call|>")]) == (None, "")
+
+
 @pytest.mark.parametrize("template", [PLAIN, LLAMA3, NO_END])
 def test_text_is_no_end_and_the_start_says_so(template: str) -> None:
     token, doubt = ended(tokenizer_with(template), [PAD_ID])

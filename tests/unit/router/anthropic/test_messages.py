@@ -435,3 +435,26 @@ async def test_fuzzed_requests_are_answered_or_refused(sent: dict[str, Any]) -> 
             assert response.status_code in (200, 400), response.text
             if response.status_code == 400:
                 assert error_in(response)["message"]
+
+
+async def test_messages_of_one_role_in_a_row_are_one_turn() -> None:
+    template = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '<|im_end|>' }}{% endfor %}"
+    house = House(tokenizer=tokenizer_with(template))
+    said = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{**TEXT, "text": "b", **MARK}, {**TEXT, "text": "c"}]},
+        {"role": "assistant", "content": "d"},
+        {"role": "assistant", "content": [{**TEXT, "text": "e"}, USED]},
+        {"role": "user", "content": [{**RESULT, "tool_use_id": "c", "content": "r"}]},
+        {"role": "user", "content": "f"},
+    ]
+    await asked(house, body(*said, tools=[GET]))
+    text = str(TOKENIZER.decode(house.replicas.calls[-1].prompt_token_ids))
+    turns = text.split("<|im_end|>")[1:]
+    assert turns[:2] == ["user: a\n\nbc", f"assistant: d\n\ne\n{CALL}".replace('{"k": "é"}', "{}")]
+    assert turns[2:] == ["user: <tool_response>\nr\n</tool_response>\nf", ""]
+    odd = {"type": "image", "source": {"type": "base64", "data": "x"}}
+    async with house.client() as client:
+        sent = body(USER, {"role": "user", "content": [TEXT, odd]})
+        refused = await client.post(PATH, json=sent)
+    assert (refused.status_code, "messages[1].content[1]" in refused.text) == (400, True)

@@ -30,6 +30,26 @@ KEYS = {"alpha": KEY, "beta": OTHER_KEY}
 PREFLIGHT = {"origin": "http://localhost:3000", "access-control-request-method": "POST"}
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "continues"),
+    [
+        (COMPLETIONS, {"prompt": "The capital of France is"}, True),
+        (CHAT, {"messages": [{"role": "user", "content": "u"}]}, False),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "u"}]}, False),
+        ("/v1/messages", {"messages": [{"role": "assistant", "content": "I am"}]}, True),
+    ],
+)
+async def test_a_replica_is_told_which_answers_continue_a_text(
+    path: str, body: dict[str, Any], continues: bool
+) -> None:
+    house = House()
+    async with house.client() as client:
+        answered = await client.post(path, json={"model": MODEL, "max_tokens": 4, **body})
+    assert answered.status_code == 200, answered.text
+    (ask,) = house.replicas.calls
+    assert ask.sampling.continues_text is continues
+
+
 # Credentials ---------------------------------------------------------------------------------
 
 

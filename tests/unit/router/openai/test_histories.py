@@ -198,6 +198,20 @@ def test_a_responses_history_of_other_tools() -> None:
     assert refused.value.param == "input[0].content[0].type"
 
 
+def test_a_response_says_how_it_was_asked_as_it_was_served() -> None:
+    parser = RequestParser(LIMITS, 4096, {"temperature": 0.6, "top_p": 0.95})
+    of_model = ResponsesParser(parser, LIMITS, ResponseStore(4, 1 << 20))
+    asked = {"model": "m", "input": "hi", "text": {"verbosity": "low"}, "reasoning": {"summary": "auto"}}
+    made = of_model.response(json.dumps(asked | {"truncation": "auto"}).encode(), "t")
+    echo = made.echo
+    assert (echo["temperature"], echo["top_p"], echo["truncation"]) == (0.6, 0.95, "disabled")
+    assert echo["reasoning"] == {"effort": None, "summary": None}
+    assert made.ignored_fields == ("truncation", "text.verbosity", "reasoning.summary")
+    told = {"model": "m", "input": "hi", "truncation": "disabled", "temperature": 0.2, "top_p": 1}
+    again = of_model.response(json.dumps(told).encode(), "t")
+    assert (again.echo["temperature"], again.echo["top_p"], again.ignored_fields) == (0.2, 1.0, ())
+
+
 def test_a_messages_history_of_other_blocks() -> None:
     kinds = ("image", "search_result", "container_upload", "tool_reference")
     parsed = messages(
@@ -225,12 +239,12 @@ def test_a_messages_history_of_other_blocks() -> None:
             ],
         },
     )
-    seen, answer, result, documents = parsed.messages[1:-1]
-    assert seen.content == "See " + "".join(left_out(one) for one in kinds)
+    seen, answer, result, documents = parsed.messages
+    assert seen.content == "Go.\n\nSee " + "".join(left_out(one) for one in kinds)
     assert answer.content.startswith(left_out("server_tool_use web_search"))
     assert result.content == left_out("image")
     assert (result.call_id, result.tool) == (answer.calls[0].call_id, answer.calls[0].name)
-    assert documents.content == "The contract." + left_out("document")
+    assert documents.content == "The contract." + left_out("document") + "\n\nAgain."
     for place in ("messages[1].content[1]", "messages[2].content[0]", "messages[3].content[0].content[0]"):
         assert place in parsed.ignored_fields, parsed.ignored_fields
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}

@@ -13,12 +13,23 @@ from tokenizers import AddedToken
 from samovar.configs.settings import GrammarSettings
 from samovar.replicas.grammar import GrammarCompiler, GrammarRefused
 from samovar.replicas.messages import Grammar
-from samovar.replicas.reply import FORMATS, Call, Reply, ReplyFormat, ReplyReading, format_named, read_reply
+from samovar.replicas.reply import (
+    FORMATS,
+    Call,
+    Reply,
+    ReplyFormat,
+    ReplyReading,
+    declared_format,
+    format_named,
+    read_reply,
+    sniffed_format,
+)
 from samovar.router.openai import ApiError, ToolOffer
 from samovar.router.openai.messages import offer_of
 from samovar.router.openai.schema import NamedTool, OfferedTool
 from samovar.router.prompt.tool_template import BRACKETED, AnswerForm
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
+from tests.support.router.chat_templates import HARMONY, HARMONY_TOKENS
 
 DISHES = ["tea", 'a "b" // #\n\u2028\x7f']
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -40,7 +51,7 @@ TOOLS = [
     for name, schema in SCHEMAS.items()
 ]
 NOW = OfferedTool.model_validate({"type": "function", "function": {"name": "now"}})
-FRAMED = [name for name in FORMATS if format_named(name, None).frame is not None]
+FRAMED = [name for name in FORMATS if (frame := format_named(name, None).frame) and not frame.ends]
 MARKED = [name for name in FRAMED if not format_named(name, None).is_bare]
 JSON = Grammar("json_schema", json.dumps(SCHEMAS["get"]), "response_format.json_schema.schema")
 
@@ -73,6 +84,7 @@ def backend(has_marks: bool) -> Any:
         texts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<b>"]
         for parts in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"):
             texts.append(f"<\uff5ctool▁{parts}\uff5c>")
+        made.add_special_tokens([f"<|{name}|>" for name in HARMONY_TOKENS])
         for number, text in enumerate(texts):
             made.add_tokens([AddedToken(text, special=number % 2 == 0, normalized=False)])
     return made
@@ -277,11 +289,99 @@ def test_beside_a_response_format_an_answer_is_of_that_form_or_calls(name: str) 
     assert not follows(forced, '{"id": 1}')
 
 
-def test_a_response_format_waits_for_the_end_of_a_thought_that_the_prompt_began() -> None:
-    form = form_of("hermes", "think")
-    grammar = grammar_of(form, None, JSON, "<think>\n")
-    assert follows(grammar, 'hm</think>\n\n{"id": 1}')
-    assert not follows(grammar, '{"id": 1}')
+@pytest.mark.parametrize(
+    ("name", "call", "broken"),
+    [
+        (
+            "qwen3_xml",
+            "<tool_call>\n<function=get>\n<parameter=id>\n7\n</parameter>\n</function>\n</tool_call>",
+            "<tool_call>\n<function=other>\n<parameter=id>\n7\n</parameter>\n</function>\n</tool_call>",
+        ),
+        (
+            "gemma4",
+            '<|tool_call>call:get{note:<|"|>a<|"|>}<tool_call|>',
+            "<|tool_call>call:other{}<tool_call|>",
+        ),
+        ("llama3_json", '{"name": "get", "parameters": {"id": 7}}', '{"name": "other", "parameters": {}}'),
+    ],
+)
+def test_beside_a_response_format_calls_that_are_no_json_or_have_no_mark_may_be_made(
+    name: str, call: str, broken: str
+) -> None:
+    form = form_of(name, "think")
+    both = grammar_of(form, offer("auto"), JSON)
+    for text, is_allowed in {'{"id": 1}': True, call: True, broken: False, f"hi {call}": False}.items():
+        assert follows(both, text) is is_allowed, text
+    assert [one.name for one in read(form, call).calls] == ["get"]
+    thought = grammar_of(form, offer("auto"), JSON, "<think>\n")
+    assert follows(thought, 'hm</think>{"id": 1}')
+    assert follows(thought, f"hm</think>{call}") is (name != "llama3_json"), "read as a call or not"
+
+
+def test_beside_a_response_format_calls_of_a_declared_format_go_by_its_marks() -> None:
+    calls: dict[str, Any] = {"open": "<<", "close": ">>", "content": "json", "repeats": True}
+    declared = {"start_anchor": "a", "fields": {"content": {}, "tool_calls": calls}}
+    both = grammar_of(declared_format(declared), offer("auto"), JSON)
+    for text, is_allowed in {'{"id": 1}': True, '<<{"name": 1}>>': True, "hi": False}.items():
+        assert follows(both, text) is is_allowed, text
+    del calls["open"]
+    patterned = declared_format(declared | {"fields": {"tool_calls": calls | {"open_pattern": "<<|\\["}}})
+    with pytest.raises(ApiError) as refused:
+        AnswerForm(offer("auto"), patterned).grammar(JSON, compiler(False))
+    assert refused.value.param == "response_format"
+    assert AnswerForm(offer("none"), patterned).grammar(JSON, compiler(False)) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "good", "bad"),
+    [
+        (JSON, '{"id": 1}', '{"id": -1}'),
+        (Grammar("choice", '["yes", "n\\"o"]', "guided_choice"), 'n"o', "maybe"),
+        (Grammar("regex", "a{2,3}|}", "guided_regex"), "aaa", "a"),
+        (Grammar("grammar", 'root ::= "yes" tail\ntail ::= "}" | "!"', "grammar"), "yes}", "yes"),
+        (Grammar("grammar", 'start: a\na: "{" TEXT\nTEXT: /[0-9]+/', "grammar"), "{12", "12"),
+    ],
+    ids=lambda given: given.kind if isinstance(given, Grammar) else "",
+)
+def test_whatever_form_content_has_it_waits_for_the_end_of_a_thought_that_the_prompt_began(
+    content: Grammar, good: str, bad: str
+) -> None:
+    for name in ("hermes", "llama3_json"):
+        grammar = grammar_of(form_of(name, "think"), None, content, "<think>\n")
+        assert follows(grammar, f"hm</think>\n\n{good}")
+        assert follows(grammar, f"{bad}</think>{good}")
+        assert not follows(grammar, good)
+        assert not follows(grammar, f"hm</think>\n\n{bad}")
+
+
+@pytest.mark.parametrize("has_marks", [False, True], ids=["spelled", "tokens"])
+def test_the_parts_of_harmony_have_their_channels_and_the_form_is_of_one(has_marks: bool) -> None:
+    form = sniffed_format(HARMONY, "to=functions.get", "get")
+    thought, final = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant",
+        "<|channel|>final<|message|>",
+    )
+
+    def call(arguments: str) -> str:
+        return f"<|channel|>commentary to=functions.get <|constrain|>json<|message|>{arguments}"
+
+    good, bad = '{"id": 1}', '{"id": -1}'
+    choice = Grammar("choice", '["yes", "no"]', "guided_choice")
+    for asked, content, allowed, refused in (
+        (None, JSON, [f"{final}{good}"], [good, f"{final}{bad}", f"{final}hi"]),
+        (None, choice, [f"{final}yes"], ["yes", f"{final}maybe"]),
+        (offer("auto"), JSON, [f"{final}{good}", call(bad)], ["hi", f"{final}hi"]),
+        (offer(), None, [call(good)], [call(bad), f"{final}{good}"]),
+        (offer("auto", strict="get"), None, [f"{final}hi", call(good)], [call(bad), "hi"]),
+    ):
+        grammar = grammar_of(form, asked, content, has_marks=has_marks)
+        for text, is_allowed in {**dict.fromkeys(allowed, True), **dict.fromkeys(refused, False)}.items():
+            for front in ("", thought):
+                assert follows(grammar, f"{front}{text}", has_marks) is is_allowed, (front, text)
+    rest = grammar_of(form, None, JSON, "<|channel|>analysis<|message|>I ", has_marks)
+    assert follows(rest, f"see<|end|><|start|>assistant{final}{good}", has_marks)
+    begun = AnswerForm(None, form, f'{final}{{"id":', marks_of(has_marks))
+    assert begun.grammar(JSON, compiler(has_marks)) is None, "what is new has the form"
 
 
 def test_without_a_promise_there_is_nothing_to_add() -> None:
@@ -292,8 +392,6 @@ def test_without_a_promise_there_is_nothing_to_add() -> None:
         for asked in (None, offer("auto"), offer("none", strict="get")):
             for content in (None, plain, whole):
                 assert AnswerForm(asked, form).grammar(content, compiler(False)) is None
-    bare = AnswerForm(offer("auto"), form_of("llama3_json"))
-    assert bare.grammar(JSON, compiler(False)) is None, "its calls and JSON cannot be told apart"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -308,6 +406,10 @@ def test_a_format_that_cannot_be_forced_is_refused_with_its_name(name: str) -> N
             AnswerForm(asked, format_named(name, None)).grammar(None, compiler(False))
         assert refused.value.param == param
         assert f"model.tool_parser '{name}'" in refused.value.message
+        if form_of(name).is_bare:  # behind a thought it is text
+            opened = AnswerForm(offer(), form_of(name, "think"), "<think>\n")
+            with pytest.raises(ApiError, match="nothing tells a call from text"):
+                opened.grammar(None, compiler(False))
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import asyncio
 import copy
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from samovar.configs.settings import LimitsSettings, Settings
-from samovar.replicas.messages import SamplingParams
+from samovar.replicas.grammar import GrammarCompiler
+from samovar.replicas.messages import Grammar, SamplingParams
 from samovar.router.openai.errors import ApiError
 from samovar.router.openai.messages import ChatMessage
 from samovar.router.openai.parse import ParsedChat, ParsedCompletion
@@ -55,6 +57,27 @@ def chat(*texts: str) -> ParsedChat:
 
 def plain(*prompts: str | tuple[int, ...]) -> ParsedCompletion:
     return ParsedCompletion(model="m", sampling=SamplingParams(), prompts=prompts)
+
+
+async def test_a_grammar_behind_a_thought_is_compiled_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = copy.copy(TOKENIZER)
+    tokenizer.chat_template = (
+        TOKENIZER.chat_template + "{# </think> #}{{ '<think>\n' if add_generation_prompt }}"
+    )
+    builder, ran = builder_of(tokenizer), set[str]()
+    check = GrammarCompiler.check
+
+    def noted(self: GrammarCompiler, grammar: Grammar) -> None:
+        ran.add(threading.current_thread().name)
+        check(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "check", noted)
+    sampling = SamplingParams(grammar=Grammar("choice", '["a", "b"]', "guided_choice"))
+    made = await builder.chat("s", replace(chat("hi"), sampling=sampling), **BY)
+    assert made.grammar is not None
+    (name,) = ran
+    assert name.startswith("tokenizer"), "the event loop waits for no grammar"
+    builder.close()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any, get_args
@@ -18,7 +19,16 @@ from samovar.router.prompt.prompt import Prompt, PromptBuilder
 from samovar.router.prompt.reply_memory import Owner
 from samovar.router.prompt.tool_template import inspect_template
 from tests.support.engines.tiny_models import EOS_ID
-from tests.support.router.chat_templates import DEEPSEEK, LLAMA3, MISTRAL, QWEN3, TEMPLATES, tokenizer_with
+from tests.support.router.chat_templates import (
+    DEEPSEEK,
+    HARMONY,
+    HARMONY_TOKENS,
+    LLAMA3,
+    MISTRAL,
+    QWEN3,
+    TEMPLATES,
+    tokenizer_with,
+)
 
 CONTEXT = 32_768
 OWNER = Owner("tenant", b"session")
@@ -180,6 +190,36 @@ async def test_for_a_template_without_tools_they_are_a_section_in_front_of_the_s
     assert block in bare
 
 
+STRICT = (  # Gemma 2's and Mistral 0.1's
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% elif (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+async def test_tools_go_into_a_template_without_a_system_role_whose_roles_alternate(
+    made: Callable[..., PromptBuilder],
+) -> None:
+    builder = made(STRICT)
+    call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": '{"k": 1}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": None, "tool_calls": [call, {**call, "id": "d"}]},
+        {"role": "tool", "tool_call_id": "c", "content": "one"},
+        {"role": "tool", "tool_call_id": "d", "content": "two"},
+        {"role": "user", "content": "and now?"},
+    ]
+    text = (await built(builder, parsed(messages, tools=[GET]))).rendered or ""
+    assert text.startswith("<|im_start|>user\n# Tools")
+    assert f"{json.dumps(GET)}\n</tools>" in text
+    assert "</tool_call>\n\nu<|im_end|>" in text
+    results = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
+    assert f"<|im_start|>user\n{results}\nand now?<|im_end|>" in text
+    with pytest.raises(ApiError, match="System role not supported"):
+        await built(builder, parsed([{"role": "system", "content": "s"}, *messages], tools=[GET]))
+
+
 @pytest.mark.parametrize("family", CALLS)
 async def test_each_turn_of_a_tool_loop_begins_with_the_tokens_of_the_turn_before(
     family: str, made: Callable[..., PromptBuilder]
@@ -318,6 +358,27 @@ async def test_an_answer_that_begins_in_a_thought_is_read_from_there(
     assert "# Tools" in (none.rendered or ""), "the prefix is that of the other turns"
 
 
+@pytest.mark.parametrize("head", ["<assistant>", ""])
+async def test_a_thought_is_read_whether_a_template_begins_it_or_leaves_it_out_by_itself(
+    head: str, made: Callable[..., PromptBuilder]
+) -> None:
+    """As DeepSeek V3.1's: an answer opens with the end of a thought, or the begin of one that is asked."""
+    switch = "{{ '<think>' if thinking else '</think>' }}"
+    turns = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '<|im_end|>' }}{% endfor %}"
+    builder = made(f"{turns}{{% if add_generation_prompt %}}{{{{ '{head}' }}}}{switch}{{% endif %}}")
+    messages = [{"role": "user", "content": "u"}]
+    off = await built(builder, parsed(messages))
+    assert off.reading is not None
+    assert (off.rendered or "").endswith(f"{head}</think>")
+    assert read_reply(off.reading, "Hi.").content == "Hi."
+    on = await built(builder, parsed(messages, chat_template_kwargs={"thinking": True}))
+    assert on.reading is not None
+    reply = read_reply(on.reading, "hm</think>Hi.")
+    assert (reply.reasoning, reply.content) == ("hm", "Hi.")
+    ends = len(builder.tokens_of_text(f"{head}<think>", add_special_tokens=False))
+    assert on.begin_tokens == len(on.token_ids) - (ends if head else 0), "no later prompt has the thought"
+
+
 async def test_special_tokens_that_mark_calls_are_shown() -> None:
     tokenizer = tokenizer_with(MISTRAL)
     tokenizer.add_special_tokens({"extra_special_tokens": ["[TOOL_CALLS]", "[OTHER]"]})
@@ -332,6 +393,38 @@ async def test_special_tokens_that_mark_calls_are_shown() -> None:
     mark = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
     assert (await built(builder, parsed(messages, tools=[GET]))).shown_ids == (mark,)
     assert (await built(builder, parsed(messages))).shown_ids == ()
+    builder.close()
+
+
+async def test_a_harmony_model_is_read_by_its_channels_and_its_calls_come_back() -> None:
+    tokenizer = copy.deepcopy(tokenizer_with(HARMONY))
+    tokenizer.add_special_tokens({"extra_special_tokens": [f"<|{one}|>" for one in HARMONY_TOKENS]})
+    ends = [tokenizer.convert_tokens_to_ids(f"<|{one}|>") for one in ("return", "call")]
+    builder = PromptBuilder(
+        tokenizer, vocab_tokens=600, context_tokens_max=CONTEXT, eos_token_ids=ends, settings=Settings()
+    )
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "u"}]
+    first = await built(builder, parsed(messages, tools=[GET]))
+    shown = {tokenizer.convert_ids_to_tokens(one) for one in first.shown_ids}
+    assert shown == {f"<|{one}|>" for one in HARMONY_TOKENS if one != "return"}
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"k":1}'
+    )
+    message, back = spoken(first, text, 0)
+    assert (message.content, message.reasoning, message.calls[0].arguments) == ("", "hm", '{"k":1}')
+    ids = [*builder.tokens_of_text(text, add_special_tokens=False), ends[1]]
+    assert await builder.remember("salt", first, text, ids, owner=OWNER, forgets=0, reply=message)
+    messages += [back, {"role": "tool", "tool_call_id": back["tool_calls"][0]["id"], "content": "r"}]
+    second = await built(builder, parsed(messages, tools=[GET]))
+    assert second.token_ids[: len(first.token_ids) + len(ids)] == [*first.token_ids, *ids]
+    assert "analysis<|message|>hm<|end|>" in (second.rendered or ""), "a tool loop keeps its thought"
+    assert builder.template.variables == {"reasoning_effort"}, "a message's thinking is no switch"
+    said = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "It is"}]
+    goes_on = await built(builder, parsed(said, continue_final_message=True, add_generation_prompt=False))
+    assert goes_on.reading is not None
+    assert goes_on.reading.opening == "<|channel|>final<|message|>It is"
+    assert read_reply(goes_on.reading, " Paris.").content == " Paris."
     builder.close()
 
 

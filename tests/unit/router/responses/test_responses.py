@@ -217,7 +217,8 @@ async def test_functions_of_a_namespace_are_served_and_other_tools_listed() -> N
     house = House(lambda request: spoken(CALL.replace("get", "mcp.get")))
     async with house.client(**{"session-id": "s"}) as client:
         response = await client.post(PATH, json=sent)
-        assert response.headers["x-ignored-fields"] == "client_metadata, tools.web_search"
+        ignored = "client_metadata, text.verbosity, reasoning.summary, tools.web_search"
+        assert response.headers["x-ignored-fields"] == ignored
         (used,) = response.json()["output"]
         assert (used["namespace"], used["name"]) == ("mcp", "get")
         back = {**used, "status": "completed"}
