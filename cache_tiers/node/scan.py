@@ -372,4 +372,4 @@ class RescanCoalescer:
         with self._lock:
             assert not self._seen.keys() & self._again_s.keys(), "a node is lost and is not"
             books = (self._seen, self._again_s, self._since)
-            assert max(len(book) for book in books) <= NODES_MAX, "too many nodes"
+            assert max([len(book) for book in books]) <= NODES_MAX, "too many nodes"

@@ -426,13 +426,11 @@ class Service:
         return apps.keys()
 
     def update(self, settings: Settings) -> str | None:
-        """Switch to these settings under traffic, without a failed request; return what was not seen then.
+        """Switch to these settings under traffic, without a failed request; return who has not answered yet.
 
-        That is why not all replicas have answered yet: the new settings are in service all the same.
-
-        Another model (or the same one with other serving settings) starts beside the old one, which is
-        removed when its last answer has finished: their blocks have different namespaces, and the old ones
-        age out. Raises `ModelRefused` or `StartFailed`; nothing has changed then.
+        They are in service all the same. Another model (or the same one with other serving settings) starts
+        beside the old one, which is removed when its last answer has finished: their blocks have different
+        namespaces, and the old ones age out. Raises `ModelRefused` or `StartFailed`; nothing has changed then.
         """
         from samovar.cluster.serve.graph import model_app_name, run_targets
 

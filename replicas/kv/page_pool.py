@@ -126,7 +126,7 @@ class PrefixIndex:
             assert entry.key == key, f"entry {entry.number} is filed under a foreign key"
             assert self._by_page.get(entry.page) is entry, f"page {entry.page} has another entry"
             assert entry.parent < entry.number < self._next_number, "an entry is older than its parent"
-        numbers = {ROOT_ENTRY, *(entry.number for entry in self._by_page.values())}
+        numbers = {ROOT_ENTRY, *[entry.number for entry in self._by_page.values()]}
         assert self._numbers == numbers, "another number than an entry's counts as published"
 
 

@@ -214,10 +214,8 @@ class PageTables:
 
     def short(self, sequence: Sequence) -> int:
         """Return how many pages are missing for the sequence's prompt."""
-        return self._short(sequence, self.resident(sequence))
-
-    def _short(self, sequence: Sequence, hits: list[PrefixEntry]) -> int:
-        revived = sum(self.pool.refs(entry.page) == 0 for entry in hits)  # no longer evictable then
+        hits = self.resident(sequence)
+        revived = sum([self.pool.refs(entry.page) == 0 for entry in hits])  # no longer evictable then
         return self.pool.pages_for(len(sequence.tokens)) - len(hits) + revived - self.pool.available
 
     def freed(self, sequence: Sequence) -> int:
@@ -230,12 +228,12 @@ class PageTables:
         Then nothing is touched: a long prompt that waits is tried in every step.
         """
         hits = self.resident(sequence)
-        pages_short = self._short(sequence, hits)
+        shared = [entry.page for entry in hits]
+        missing = self.pool.pages_for(len(sequence.tokens)) - len(hits)
+        pages_short = missing + sum([self.pool.refs(page) == 0 for page in shared]) - self.pool.available
         if pages_short > 0:
             return pages_short
-        shared = [entry.page for entry in hits]
         self.pool.acquire(*shared)
-        missing = self.pool.pages_for(len(sequence.tokens)) - len(hits)
         self.pool.own(sequence.owner, *shared)
         own = [self.pool.allocate() for _ in range(missing)]
         sequence.pages = page_table([*shared, *own])

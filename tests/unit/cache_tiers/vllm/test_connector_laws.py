@@ -216,6 +216,7 @@ def test_a_load_of_several_records_is_over_with_the_last(
 ) -> None:
     """Whichever thread is late: until then it may write into the pages."""
     engine, ids = in_two_records(node, engines)
+    engine.settle()  # what `late` asks the worker, it is not told again: of a store that ends then
     link, seen = engine.links[1], list[int]()
     real = link.fetch
 
