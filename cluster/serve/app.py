@@ -430,7 +430,7 @@ class Service:
 
         They are in service all the same. Another model (or the same one with other serving settings) starts
         beside the old one, which is removed when its last answer has finished: their blocks have different
-        namespaces, and the old ones age out. Raises `ModelRefused` or `StartFailed`; nothing has changed then.
+        namespaces, and the old ones age out. Raises `ModelRefused` or `StartFailed`; nothing has changed.
         """
         from samovar.cluster.serve.graph import model_app_name, run_targets
 
