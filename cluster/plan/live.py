@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from samovar.cache_tiers.messages import as_json
 from samovar.cluster.plan.runs import PlanRefused
 from samovar.cluster.plan.sizing import in_bytes, in_seconds, in_tokens, parse_contexts
 from samovar.cluster.serve.startup_table import TIER_WORDS
@@ -116,18 +115,3 @@ def _table(title: str, head: Sequence[str]) -> Table:
     for at, name in enumerate(head):
         table.add_column(name, justify="left" if at == 0 else "right")
     return table
-
-
-def as_json(sizing: LiveSizing) -> dict[str, Any]:
-    """Return the sizing as plain data, for `--json`; an infinite number is null."""
-    found: dict[str, Any] = _finite(asdict(sizing))
-    return found
-
-
-def _finite(value: Any) -> Any:
-    """Return plain data with null for infinities, which JSON has not."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
