@@ -391,9 +391,6 @@ class Catalog:
         if isinstance(room, str) or (
             room != ([], []) and books.order([copy, *room[0], *room[1]], now_s)[-1] is not copy
         ):
-            is_young = now_s - extent.last_used_s <= ADOPTED_IDLE_SHARE * extent.placement.ttl_s
-            if TIERS.kind(tier).is_shared and session is not None and is_young:
-                return ()  # another node may use it
             return (self.transfers.drop_stranger(tier, address, nbytes, "room"),)
         evictions = self._make(room)
         if self._registry.get(address) is None:

@@ -31,7 +31,6 @@ from samovar.cache_tiers.blocks import (
     BadRecord,
     Bytes,
     Clear,
-    ExtentHeader,
     ForeignRecord,
     Record,
     TierError,
@@ -345,9 +344,6 @@ class S3Tier(Tier):
         self._bad = S3Quarantine(self._objects, self._keys, self._ledger, self._lock)
         self._clears = S3Clears(self._objects, self._keys, self._pages, settings)
         self._probes = S3Probes(self._objects, self._keys, self._pages, wall_clock)
-        self._lives = S3Lives(
-            self._objects, self._keys, self._ledger, self._lock, self._clears, self._scanned, wall_clock
-        )
         self._unsettled: set[bytes] = set()  # tenants that the last listing did not judge in full
         self._unread = 0  # headers that the last listing could not read
         self._heed: Callable[[Sequence[Clear]], None] = _nobody_listens
@@ -367,12 +363,10 @@ class S3Tier(Tier):
                 with self._lock:
                     self._ledger.set(address, before)
             else:
-                self._lives.end(address)
+                self._undo(address)
             raise
         with self._lock:
             self._ledger.settle(address)
-        with contextlib.suppress(BadRecord):  # then no scan takes it in either
-            self._lives.was_put(self.format.decode_header(record.data), self._wall_clock())
 
     def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
         key = self._keys.record(address)
@@ -385,7 +379,7 @@ class S3Tier(Tier):
         return data
 
     def delete(self, address: Address, unused_s: float = 0.0) -> None:
-        if not self._lives.is_used(address, unused_s):
+        if not (unused_s and self._was_put_within(address, unused_s)):
             self._objects.delete(self._keys.record(address), self._objects.deadline())
             self._is_gone(address)
 
@@ -490,7 +484,7 @@ class S3Tier(Tier):
             return replace(self._bad_found.copy(), gone=gone)
 
     def touch(self, address: Address) -> None:
-        self._lives.touch(address)
+        """Do nothing: an object's time can only be set by rewriting it, which is not worth a request."""
 
     def bytes_held(self) -> int:
         """Return the bytes listed and put. Raises `TierError` before the first listing (`scan`)."""
@@ -510,7 +504,6 @@ class S3Tier(Tier):
     def close(self) -> None:
         """Close the tier; calls in flight end on their own, within boto3's time limits."""
         self._executor.close()
-        self._lives.close()
         self._objects.close()
 
     def check_integrity(self) -> None:
@@ -528,6 +521,24 @@ class S3Tier(Tier):
             if _is_there(self._objects, key, data, deadline):
                 return
         raise TierError("put: other bytes were read back")
+
+    def _undo(self, address: Address) -> None:
+        """Delete the object of a failed put: it must not stay."""
+        try:
+            self._objects.delete(self._keys.record(address), self._objects.deadline())
+        except TierError as error:
+            logger.warning("s3: a failed put may have left its object behind: %s", error)
+            with self._lock:
+                self._ledger.add_pending(address)
+        else:
+            self._is_gone(address)
+
+    def _was_put_within(self, address: Address, seconds: float) -> bool:
+        try:
+            put_unix_s = self._objects.put_at(self._keys.record(address), self._objects.deadline())
+        except TierMiss:
+            return False
+        return self._wall_clock() - put_unix_s < seconds
 
     def _is_gone(self, address: Address, asked_s: float = math.inf) -> None:
         with self._lock:
@@ -651,146 +662,9 @@ class S3Tier(Tier):
             is_same_place = (header.tenant, header.namespace) == (address.tenant, address.namespace)
             raise BadRecord("key" if is_same_place else "namespace", "of another extent than its key says")
         now_unix_s = self._wall_clock()
-        self._lives.was_put(header, modified_unix_s)
         is_cleared = self._clears.is_cleared(header.tenant, header.session, modified_unix_s)
         return Scanned(header, total, min(max(modified_unix_s, 0.0), now_unix_s), is_cleared)
 
 
 def _nobody_listens(_clears: Sequence[Clear]) -> None:
     """Ignore marks; the default of `on_marks`."""
-
-
-RENEW_AGAIN_S = 60.0
-"""So long after a read has an object put again, the next read may: if it failed, or while it goes on."""
-LIVES_MAX = 100_000
-"""Objects of which it is remembered when they were put; the oldest are not put again."""
-
-
-class S3Lives:
-    """How long objects stay: puts those again that are read, and deletes those that must not stay.
-
-    A node deletes what it has not used for its `ttl_s`, unless it was put since. That others may see it, one
-    that is read in the second half of that time is put again: copied onto itself, beside other calls. What an
-    erasure is about is judged by when it was put: nothing is put again that is marked as cleared by then, and
-    what is marked meanwhile is deleted.
-
-    Of one bucket prefix. `ledger`, `lock`: the tier's. `scanned`: reads the header of what was put then.
-    """
-
-    def __init__(
-        self,
-        objects: S3Objects,
-        keys: S3Keys,
-        ledger: S3Ledger,
-        lock: AbstractContextManager[object],
-        clears: S3Clears,
-        scanned: Callable[[Address, float, Deadline], Scanned],
-        wall_clock: Callable[[], float],
-    ) -> None:
-        self._objects = objects
-        self._keys = keys
-        self._ledger = ledger
-        self._lock = lock
-        self._clears = clears
-        self._scanned = scanned
-        self._wall_clock = wall_clock
-        self._executor = CallExecutor(1, "s3-lives")
-        self._own = threading.Lock()  # guards all below
-        self._due_unix_s: dict[Address, float] = {}  # from when on a read has it put again; oldest first
-        self._waiting: dict[Address, None] = {}
-        self._is_renewing = False
-
-    def was_put(self, header: ExtentHeader, put_unix_s: float) -> None:
-        """Note when an object was put."""
-        with self._own:
-            self._due_unix_s.pop(header.address, None)
-            self._due_unix_s[header.address] = put_unix_s + header.placement.ttl_s / 2
-            if len(self._due_unix_s) > LIVES_MAX:
-                del self._due_unix_s[next(iter(self._due_unix_s))]
-
-    def is_used(self, address: Address, unused_s: float) -> bool:
-        """Return whether an object was put, or put again, within `unused_s`. Raises `TierError`."""
-        if not unused_s:
-            return False
-        try:
-            put_unix_s = self._objects.put_at(self._keys.record(address), self._objects.deadline())
-        except TierMiss:
-            return False
-        return self._wall_clock() - put_unix_s < unused_s
-
-    def touch(self, address: Address) -> None:
-        """Note that an object was read, and begin to put it again if that is due. Cheap, never raises."""
-        now_unix_s = self._wall_clock()
-        with self._own:
-            if now_unix_s < self._due_unix_s.get(address, math.inf):
-                return
-            self._due_unix_s[address] = now_unix_s + RENEW_AGAIN_S
-            self._waiting[address] = None
-            if self._is_renewing:
-                return
-            self._is_renewing = True
-        try:
-            self._executor.submit(self._renew_all, Deadline(0.0))
-        except TierError as error:  # those that wait are begun with by the next read
-            logger.info("s3: what is read is not put again yet: %s", error)
-            with self._own:
-                self._is_renewing = False
-
-    def end(self, address: Address) -> None:
-        """Delete an object that must not stay, as that of a failed put; pending if that fails."""
-        try:
-            self._objects.delete(self._keys.record(address), self._objects.deadline())
-        except TierError as error:
-            logger.warning("s3: an object that must not stay may have been left behind: %s", error)
-            with self._lock:
-                self._ledger.add_pending(address)
-        else:
-            with self._lock:
-                self._ledger.gone(address)
-
-    def close(self) -> None:
-        self._executor.close()
-
-    def _renew_all(self) -> None:
-        while True:
-            with self._own:
-                address = next(iter(self._waiting), None)
-                if address is None:
-                    self._is_renewing = False
-                    return
-                del self._waiting[address]
-            try:
-                self._renew(address)
-            except (TierError, BadRecord) as error:
-                logger.info("s3: what was read is not put again: %s", error)
-
-    def _renew(self, address: Address) -> None:
-        """Put an object again unless another node has. Raises `TierError`, `BadRecord`."""
-        key = self._keys.record(address)
-        put_unix_s = self._objects.put_at(key, self._objects.deadline())
-        header = self._scanned(address, put_unix_s, self._objects.deadline()).header
-        now_unix_s = self._wall_clock()
-        is_due = now_unix_s >= put_unix_s + header.placement.ttl_s / 2
-        if not is_due or self._is_marked(header, put_unix_s):
-            return
-        try:
-            self._objects.copy(key, key, self._objects.deadline())
-            is_marked = self._is_marked(header, put_unix_s)
-        except S3Error as error:
-            if error.operation == "copy" and error.is_refusal:
-                raise
-            is_marked = True  # not known, and no earlier mark would be seen to be about it
-        if is_marked:
-            self.end(address)
-        else:
-            self.was_put(header, now_unix_s)
-
-    def _is_marked(self, header: ExtentHeader, put_unix_s: float) -> bool:
-        """Return whether what was put then is marked as cleared. Raises `TierError`."""
-        marks, token = list[Listed](), None
-        prefix = self._keys.clears_of(header.tenant)
-        while True:
-            page, token = self._objects.page(prefix, token, self._objects.deadline())
-            marks += page
-            if token is None:
-                return self._clears.is_marked(header.tenant, header.session, put_unix_s, marks)

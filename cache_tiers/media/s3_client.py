@@ -171,13 +171,9 @@ class S3Objects:
             return
 
     def copy(self, key: str, to: str, deadline: Deadline) -> None:
-        """Copy an object within the server, or put it again there (`to` is `key`). Raises `TierMiss`."""
-        # Onto itself it is refused unless something changes; there is no metadata to lose.
-        more: dict[str, Any] = {"MetadataDirective": "REPLACE"} if to == key else {}
+        """Copy an object within the server. Raises `TierMiss`."""
         with self._connected("copy", deadline) as client:
-            client.copy_object(
-                Bucket=self._bucket, Key=to, CopySource={"Bucket": self._bucket, "Key": key}, **more
-            )
+            client.copy_object(Bucket=self._bucket, Key=to, CopySource={"Bucket": self._bucket, "Key": key})
 
     def page(self, prefix: str, token: str | None, deadline: Deadline) -> tuple[list[Listed], str | None]:
         """Return up to 1,000 objects and the token of the next page; None: this was the last."""

@@ -35,7 +35,7 @@ from samovar.cache_tiers.blocks import (
     record_bytes,
 )
 from samovar.cache_tiers.catalog import TAILS_MAX, Source, Transfer
-from samovar.cache_tiers.media import Deadline, TierDown, TierLate
+from samovar.cache_tiers.media import Breaker, Deadline, TierDown, TierLate
 from samovar.cache_tiers.messages import (
     BlockRange,
     ExtentRequest,
@@ -494,12 +494,14 @@ class PeerPulls:
             except TimeoutError:
                 return FetchFailed("timeout", "another pull of this extent is still running")
         result: Fetched | FetchFailed = FetchFailed("error", "the pull failed")
+        trials: list[Breaker] = []  # that this pull was granted: not those that others make
         try:
-            result = self._pull(address, node, ends_s)
+            result = self._pull(address, node, ends_s, trials)
         finally:
             with state.lock:
                 del self._pulls[address]
-                self._peers.untried(node)  # a way that was not gone to its end has shown nothing
+                for one in trials:  # a way that was not gone to its end has shown nothing
+                    one.untried()
             pull.set_result(result)
         return result
 
@@ -509,12 +511,14 @@ class PeerPulls:
             for pull in self._pulls.values():
                 assert not pull.done(), "a pull that is over is remembered"
 
-    def _pull(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed:
+    def _pull(
+        self, address: Address, node: str, ends_s: float, trials: list[Breaker]
+    ) -> Fetched | FetchFailed:
         state = self._state
         with state.lock:
             clear_seq = state.catalog.clears.seq
         failure, skipped = FetchFailed("gone", f"no way to {node}"), set[Way]()
-        for way in self._ways(node):
+        for way in self._ways(node, trials):
             if way in skipped:
                 continue
             began_s = state.clock()
@@ -533,12 +537,12 @@ class PeerPulls:
             return self._keep(record, header, SHARED_TIER if way == SHARED_TIER else PEER, clear_seq, ends_s)
         return failure
 
-    def _ways(self, node: str) -> Iterator[Way]:
+    def _ways(self, node: str, trials: list[Breaker]) -> Iterator[Way]:
         """Yield the transfer ways in the order in which they are tried."""
         state = self._state
         with state.lock:
-            is_up = self._peers.allows(node)
-            by_link = is_up and self._link.is_usable and self._peers.allows_link(node)
+            is_up = self._peers.allows(node, trials)
+            by_link = is_up and self._link.is_usable and self._peers.allows_link(node, trials)
         if by_link:
             yield self._link.way
         if is_up:

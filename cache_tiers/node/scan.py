@@ -327,7 +327,8 @@ class RescanCoalescer:
         self._lock = threading.Lock()
         self._seen: dict[str, None] = {}  # lost nodes whose remains are known; oldest first
         self._again_s: dict[str, float] = {}
-        self._since: dict[tuple[str, bool], int] = {}  # silent, lost -> the listing that had begun by then
+        # Silent node, whether lost -> the listing that had begun by then, and when that was.
+        self._since: dict[tuple[str, bool], tuple[int, float]] = {}
 
     def after(self, silent: Mapping[str, bool], wait_s: float) -> bool:
         """Rescan if one of these nodes justifies it. `silent`: node -> whether it is lost for good.
@@ -339,7 +340,10 @@ class RescanCoalescer:
             unseen = [node for node in silent if node not in self._seen]
             due = [node for node in unseen if silent[node] or now_s >= self._again_s.get(node, now_s)]
             for node in due:
-                self._since.setdefault((node, silent[node]), begun)
+                since = self._since.get((node, silent[node]))
+                # One that may have answered since then may have put more by now.
+                if since is None or (not silent[node] and now_s - since[1] > AGAIN_S):
+                    self._since[node, silent[node]] = begun, now_s
         due = self._unknown(due, silent, now_s)
         if not due:
             return False
@@ -352,7 +356,7 @@ class RescanCoalescer:
         left = []
         with self._lock:
             for node in due:
-                if ended <= self._since.get((node, silent[node]), -1):
+                if ended <= self._since.get((node, silent[node]), (-1, 0.0))[0]:
                     left.append(node)
                     continue
                 self._since.pop((node, silent[node]), None)

@@ -7,6 +7,7 @@ from samovar.cache_tiers.policy.eviction_queue import (
     Residence,
     Thing,
     ValueQueue,
+    faded_rate,
     used_rate,
 )
 from samovar.cache_tiers.policy.idle_sessions import IdleSessions
@@ -29,6 +30,7 @@ __all__ = [
     "Thing",
     "TimeOracle",
     "ValueQueue",
+    "faded_rate",
     "make_policy",
     "used_rate",
 ]

@@ -194,8 +194,9 @@ Likeness = tuple[float, float, float]
 
 
 ALIKE_SHARE = 1 / 16
-"""Of what a thing saves. Of a long chain each block saves a little less than the one behind it. Ranking again
-for each took a third of a millisecond, in the midst of a step, and a prompt of 8k tokens evicts 500."""
+"""Of what a thing saves, and how often it is used. Of a long chain each block saves a little less than the
+one behind it. Ranking again for each took a third of a millisecond, in the midst of a step, and a prompt of
+8k tokens evicts 500."""
 
 
 class _Group(Generic[T]):
@@ -324,8 +325,11 @@ class ValueQueue(Generic[T]):
         if following is None or self._policy.looks_at_depth:
             return False
         used_s, rate_per_s, saved_s = group.ranked
-        is_used_alike = (following.used_s, following.rate_per_s) == (used_s, rate_per_s)
-        return is_used_alike and math.isclose(following.saved_s, saved_s, rel_tol=ALIKE_SHARE)
+        return (
+            following.used_s == used_s
+            and math.isclose(following.rate_per_s, rate_per_s, rel_tol=ALIKE_SHARE)
+            and math.isclose(following.saved_s, saved_s, rel_tol=ALIKE_SHARE)
+        )
 
     def _shrunk(self, group: _Group[T]) -> None:
         if len(group.heap):

@@ -109,6 +109,13 @@ class _PeerHealth:
     bad: Counter[str] = field(default_factory=Counter)
 
 
+def _allows(breaker: Breaker, trials: list[Breaker] | None) -> bool:
+    is_allowed = breaker.allows()
+    if is_allowed and trials is not None and breaker.state == "half-open":
+        trials.append(breaker)
+    return is_allowed
+
+
 class PeerTable:
     """A breaker and counters per peer. Not thread-safe: the caller locks."""
 
@@ -117,9 +124,12 @@ class PeerTable:
         self._clock = clock
         self._peers: dict[str, _PeerHealth] = {}  # longest unheard of first
 
-    def allows(self, node: str) -> bool:
-        """Return whether it may be called now. If so, report `succeeded`, `failed` or `untried`."""
-        return self._of(node).breaker.allows()
+    def allows(self, node: str, trials: list[Breaker] | None = None) -> bool:
+        """Return whether it may be called now. If so, report `succeeded` or `failed`.
+
+        `trials`: gets the breaker if that call is its trial; who does not make it gives it back (`untried`).
+        """
+        return _allows(self._of(node).breaker, trials)
 
     def succeeded(self, node: str) -> None:
         self._of(node).breaker.succeeded()
@@ -129,15 +139,12 @@ class PeerTable:
         peer.breaker.failed()
         peer.failures[what] += 1
 
-    def untried(self, node: str) -> None:
-        """Give back what trials of it and its link were allowed and not made. No-op without any."""
-        peer = self._of(node)
-        peer.breaker.untried()
-        peer.link_breaker.untried()
+    def allows_link(self, node: str, trials: list[Breaker] | None = None) -> bool:
+        """Return whether the link may be tried. If so, report `link_succeeded` or `link_failed`.
 
-    def allows_link(self, node: str) -> bool:
-        """Return whether the link may be tried. If so, report `link_succeeded`, `link_failed`, `untried`."""
-        return self._of(node).link_breaker.allows()
+        `trials`: as in `allows`.
+        """
+        return _allows(self._of(node).link_breaker, trials)
 
     def link_succeeded(self, node: str) -> None:
         self._of(node).link_breaker.succeeded()

@@ -26,6 +26,7 @@ from samovar.cache_tiers.policy import (
     ResidencyPolicy,
     Thing,
     ValueQueue,
+    faded_rate,
     used_rate,
 )
 from samovar.configs.sections import PolicySettings
@@ -128,6 +129,11 @@ class PrefixIndex:
             assert entry.parent < entry.number < self._next_number, "an entry is older than its parent"
         numbers = {ROOT_ENTRY, *[entry.number for entry in self._by_page.values()]}
         assert self._numbers == numbers, "another number than an entry's counts as published"
+
+
+FADES_S = 30.0
+"""A use that lasted for less leaves a page's rate, which is of ten minutes, as it is: else a long history
+costs an exponential for each page at each turn's end."""
 
 
 class OwnedPages:
@@ -387,6 +393,8 @@ class PagePool:
                 if of is None:
                     self._free.append(page)
                     continue
+                if now_s - of.used_s > FADES_S:
+                    of.rate_per_s = faded_rate(of.rate_per_s, now_s - of.used_s)
                 of.used_s = now_s
                 of.end_tokens = (block + 1) * self.block_tokens
                 if self._saved_s is not None:

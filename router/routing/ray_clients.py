@@ -228,7 +228,8 @@ class RayReplicaClient:
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int | None:
         answers = await self._broadcast("pool_bytes", CONTROL_S, tenant + session)
         known = [answer for answer in answers if isinstance(answer, int)]
-        if not known or any(answer is None or isinstance(answer, TimeoutError) for answer in answers):
+        is_unknown = any(answer is None or isinstance(answer, TimeoutError) for answer in answers)
+        if is_unknown or (answers and not known):
             return None  # one that died holds nothing
         return sum(known)
 
@@ -267,9 +268,11 @@ class RayReplicaClient:
         """
         try:
             return await answers_of_all(self._handle, method, *args, timeout_s=timeout_s)
+        except DeploymentUnavailableError as none:  # there is none: it sleeps, or none has begun
+            logger.debug("%s: there is no replica: %s", method, none)
+            return []
         except (TimeoutError, RayError, RayServeException) as failed:  # callers continue with what they know
-            # As usual while one starts or ends.
-            is_usual = isinstance(failed, TimeoutError | DeploymentUnavailableError)
+            is_usual = isinstance(failed, TimeoutError)  # while one starts or ends
             logger.log(
                 logging.DEBUG if is_usual else logging.WARNING,
                 "%s: asking the replicas failed: %s",

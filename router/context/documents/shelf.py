@@ -482,10 +482,10 @@ class DocumentShelf(PromptStage):
         origin = Provenance(tenant, _why(one))
         changes = [Change(Content("document_chunk", title, text), origin) for title, text in chunks]
         fitted = self._base.fitted(changes)  # before others wait
-        with self.store.writing(tenant):
-            if not self.store.renew(tenant, one, self._owner):
-                raise EntryNotFound(UNKNOWN)  # before the chunks of another ingress that has it go
-            self._erase_entries(tenant, self._entries_of(document))
+        _renew(self.store, document, self._owner)  # before the chunks of another ingress that has it go
+        self._erase_entries(tenant, self._entries_of(document))
+        with self.store.writing(tenant):  # no longer than it must: all tenants may share one file
+            _renew(self.store, document, self._owner)
             try:
                 made = self._base.store.write(tenant, fitted, self._base.limits)
             except QuotaExceeded as refused:
@@ -625,3 +625,9 @@ class DocumentTurns:
         """Charge a tenant for what its document has taken, and let its next one begin."""
         self._busy.discard(tenant)
         self._turns.charge(tenant, seconds)
+
+
+def _renew(store: DocumentStore, document: Document, owner: str) -> None:
+    """Raise `EntryNotFound` if another ingress has the document, or it is deleted."""
+    if not store.renew(document.tenant, document.id, owner):
+        raise EntryNotFound(UNKNOWN)

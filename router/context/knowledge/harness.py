@@ -116,8 +116,6 @@ _GROUP = re.compile(r"\\.|\((?P<special>\?(?!:|=|!|>|<|P<|\||[aims]+[:)]))?", re
 
 def pattern_fault(pattern: str) -> str | None:
     """Return why a pattern is not compiled, in words; None if it is."""
-    if len(pattern) > PATTERN_CHARS_MAX:
-        return f"it has more than {PATTERN_CHARS_MAX} characters"
     groups = [found for found in _GROUP.finditer(pattern) if found[0][0] == "("]
     if len(groups) > GROUPS_MAX:
         return f"it has more than {GROUPS_MAX} groups"
@@ -228,21 +226,26 @@ def _within_bounds(kind: Any) -> Any:
 
         return checked
 
+    def finds(one: str, text: str) -> bool:
+        if len(one) > PATTERN_CHARS_MAX:
+            raise _NotChecked(f"{one[:SHOWN_CHARS]!r}: it has more than {PATTERN_CHARS_MAX} characters")
+        return _finds(one, text, _left_s())
+
     def pattern(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
-        if validator.is_type(instance, "string") and not _finds(value, instance, _left_s()):
+        if validator.is_type(instance, "string") and not finds(value, instance):
             yield ValidationError(f"{instance!r} does not match {value!r}")
 
     def pattern_properties(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
         if validator.is_type(instance, "object"):
             for one, below in value.items():
                 for name in instance:
-                    if _finds(one, name, _left_s()):
+                    if finds(one, name):
                         yield from validator.descend(instance[name], below, path=name, schema_path=one)
 
     def additional_properties(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
         patterns = schema.get("patternProperties", {})
         if patterns and validator.is_type(instance, "object"):
-            found = [name for name in instance if any(_finds(one, name, _left_s()) for one in patterns)]
+            found = [name for name in instance if any(finds(one, name) for one in patterns)]
             schema = {"properties": {**schema.get("properties", {}), **dict.fromkeys(found)}}
         return kind.VALIDATORS["additionalProperties"](validator, value, instance, schema)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from samovar.configs.settings import AuthSettings, LimitsSettings
 from samovar.replicas.messages import (
@@ -308,6 +308,15 @@ async def test_replicas_that_cannot_be_asked_have_cleared_nothing(why: Exception
     counts = await client.clear(b"t", None)
     assert (counts.replicas, counts.silent) == (0, 1)
     assert await client.pool_bytes(b"t", b"s") is None
+
+
+async def test_where_no_replica_is_there_is_nothing_to_clear() -> None:
+    """A model that sleeps has none, and Ray says so by an exception."""
+    none = DeploymentUnavailableError("Replica")  # type: ignore[arg-type]
+    client = RayReplicaClient(FakeHandle(none), retry_after_s=1)
+    counts = await client.clear(b"t", None)
+    assert (counts.replicas, counts.silent) == (0, 0)
+    assert await client.pool_bytes(b"t", b"s") == 0
 
 
 async def test_one_ingress_that_hangs_silences_no_other() -> None:
