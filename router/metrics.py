@@ -146,6 +146,7 @@ class Metrics:
         self.failovers = Counter(
             "samovar_failovers", "answers whose replica was lost", ["outcome"], registry=registry
         )
+        self.failovers.labels("gave_up")  # from 0 on: the first one after a start is growth, too
         self.prefixes_left = Counter(
             "samovar_prefixes_left",
             "prompts that left the prefix of their conversation's previous prompt, by the part that changed",

@@ -422,7 +422,7 @@ def _reader(errors: Console) -> Callable[[], str]:
     if not sys.stdin.isatty():
         return _read_pipe
     session: PromptSession[str] = PromptSession(history=_history(errors), key_bindings=_keys())
-    return lambda: session.prompt("> ")
+    return lambda: session.prompt("> ").encode(errors="replace").decode()  # as of a pipe
 
 
 def _keys() -> KeyBindings:

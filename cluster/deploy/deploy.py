@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import requests
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+from ray.serve.config import HTTPOptions
 from rich.console import Console
 from rich.table import Table
 
@@ -51,7 +52,7 @@ class Deployed:
     """Serve's report. `applications`: by name, as they were deployed; `status`, `message`: by name.
 
     `replicas`: deployment -> node ids of the running ones; `proxies`: node id -> status; `addresses`: of the
-    nodes with a proxy. `listens`: what the proxies were started with; empty: there are none.
+    nodes with a proxy. `listens`: what proxies were told, else Serve's defaults hold; None: there are none.
     """
 
     applications: dict[str, Application]
@@ -60,7 +61,7 @@ class Deployed:
     replicas: dict[str, list[str]]
     proxies: dict[str, str]
     addresses: dict[str, str]
-    listens: dict[str, Any]
+    listens: dict[str, Any] | None
 
 
 class ServeApi:
@@ -111,7 +112,7 @@ def deployed_of(details: dict[str, Any]) -> Deployed:
         replicas=replicas,
         proxies={node: proxy.get("status", "") for node, proxy in proxies.items()},
         addresses={node: str(proxy["node_ip"]) for node, proxy in proxies.items() if proxy.get("node_ip")},
-        listens=details.get("http_options") or {},
+        listens=details.get("http_options"),
     )
 
 
@@ -183,17 +184,20 @@ LISTENS = {
 """Serve's options that it reads once, and only warns of in its log when they change -> our setting."""
 
 
-def refuse_other_address(now: Mapping[str, Any], server: ServerSettings) -> None:
+def refuse_other_address(now: Mapping[str, Any] | None, server: ServerSettings) -> None:
     """Raise `StartFailed` if the proxies that run listen otherwise: it would be waited for in vain.
 
-    `now`: what they were started with; empty: there are none.
+    `now`: see `Deployed.listens`.
     """
-    wanted = http_options(server)
-    for option, key in LISTENS.items() if now else ():
-        if now.get(option) != wanted.get(option):
+    if now is None:
+        return
+    wanted, own = http_options(server), HTTPOptions()
+    for option, key in LISTENS.items():
+        runs = now.get(option, getattr(own, option))
+        if runs != wanted.get(option):
             raise StartFailed(
                 f"{key}={wanted.get(option)} would not be used: the HTTP proxies that run were started with "
-                f"{now.get(option)}. Leave it as it was, or start Ray again on every node (`samovar down` "
+                f"{runs}. Leave it as it was, or start Ray again on every node (`samovar down` "
                 "and `samovar up`)"
             )
 

@@ -113,9 +113,12 @@ class Auth(Section):
     ssh_proxy_use_node_id: Literal[True] | None = None
 
 
+CONTAINER = "samovar"
+
+
 class Docker(Section):
     image: str
-    container_name: str = "samovar"
+    container_name: str = CONTAINER
     pull_before_run: bool = True
     run_options: tuple[str, ...]
     disable_shm_size_detection: Literal[True] = True

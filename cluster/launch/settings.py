@@ -114,7 +114,7 @@ def _placement(settings: Settings, outputs: CloudOutputs | None, pod_gpus: int |
             "Lower it, or take nodes with more GPUs"
         )
     if pod_gpus is not None:
-        _check_fits_a_pod(cluster, launch.kube, ranks if device == "cpu" else 1)
+        _check_fits_a_pod(cluster, launch.kube, ranks if device == "cpu" and engine.kind != "vllm" else 1)
     on_head = outputs is None and pod_gpus is None and launch.rack.spare_cpus_head
     if device == "cpu" and cluster.replica_cpus == 0 and not on_head:
         raise RenderFailed(
@@ -134,6 +134,9 @@ def _placement(settings: Settings, outputs: CloudOutputs | None, pod_gpus: int |
     return {"engine": _with(engine, device=device), "cluster": cluster}
 
 
+ACCELERATOR = ("accelerator_type:",)
+
+
 def _check_fits_a_pod(cluster: ClusterSettings, kube: KubeSettings, ranks: int) -> None:
     """Raise `RenderFailed` for replicas that no worker pod would ever have room for.
 
@@ -146,10 +149,11 @@ def _check_fits_a_pod(cluster: ClusterSettings, kube: KubeSettings, ranks: int) 
             f"cluster.replica_cpus={cluster.replica_cpus:g}{each} is more than a worker pod has "
             f"(launch.kube.worker_cpus={kube.worker_cpus:g}). Raise the second or lower the first"
         )
-    if cluster.replica_resources:
+    # Ray gives each node with GPUs the one of their kind.
+    own = ACCELERATOR if kube.worker_gpus else ()
+    if missing := [name for name in cluster.replica_resources if not name.startswith(own)]:
         raise RenderFailed(
-            f"cluster.replica_resources has {', '.join(cluster.replica_resources)}, which no worker pod has. "
-            "Leave it out"
+            f"cluster.replica_resources has {', '.join(missing)}, which no worker pod has. Leave it out"
         )
 
 

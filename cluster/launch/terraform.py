@@ -73,7 +73,7 @@ class CloudOutputs(Section):
     subnet_ids: tuple[Text, ...] = Field(min_length=1)
     pools: dict[PoolName, PoolOutputs] = Field(min_length=1)
     kv: KvOutputs
-    kms_key_arn: Text
+    kms_key_arn: Text | None = None  # `down` needs none, and outputs of before it have none
     ssm_prefix: Annotated[str, StringConstraints(pattern=r"^(/[A-Za-z0-9_.-]+){1,14}$")]
     target_group_arn: Text | None
     endpoint_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s]+$")]

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -36,7 +36,7 @@ from samovar.cluster.launch.aws import (
     new_token,
     with_server_secret,
 )
-from samovar.cluster.launch.cluster_file import ClusterFile
+from samovar.cluster.launch.cluster_file import CONTAINER, ClusterFile
 from samovar.cluster.launch.commands import DOCKER_MOUNTS, command
 from samovar.cluster.launch.node_setup import RAY_TOKEN_FILE
 from samovar.cluster.launch.render import header, render
@@ -159,8 +159,11 @@ def ssh_words(launch: LaunchSettings, host: str, remote: str) -> list[str]:
     return ["ssh", *key, *flags, f"{launch.ssh.user}@{host}", remote]
 
 
-def cleaning(launch: LaunchSettings) -> str:
-    """Return the shell command that stops Ray, removes secrets and GCS's state, and lists what runs."""
+def cleaning(launch: LaunchSettings, token: str | None = None) -> str:
+    """Return the shell command that stops Ray, removes secrets and GCS's state, and lists what runs.
+
+    `token`: Ray's, of this cluster: a machine that has another one is another cluster's, and left alone.
+    """
     homes = [NODE_HOME]
     if launch.image is not None:  # Ray puts a container's files there, and leaves them
         homes.append(f"{DOCKER_MOUNTS}/{launch.name}/{NODE_HOME}")
@@ -170,16 +173,22 @@ def cleaning(launch: LaunchSettings) -> str:
     if launch.gcs.storage == "rocksdb":
         forget.append(f"rm -rf {command([str(launch.gcs.dir)])}")
     stop = "bash --login -ic 'ray stop --force' >/dev/null 2>&1 </dev/null || true"
-    stops = [] if launch.image else [stop]
-    return "; ".join([*stops, *forget, "pgrep -l 'raylet|gcs_server' || true"])
+    if launch.image is not None:  # of a machine that `ray down` does not know
+        stop = f"docker stop {CONTAINER} >/dev/null 2>&1 || true"
+    ours = []
+    if token is not None:  # as `ClusterHome.write_secrets` writes it
+        found = command([f"{home}/{TOKEN_FILE}" for home in homes])
+        digest = hashlib.sha256(f"{token}\n".encode()).hexdigest()
+        ours = [f"sha256sum {found} 2>/dev/null | grep -q '^{digest} ' || exit 0"]
+    return "; ".join([*ours, stop, *forget, "pgrep -l 'raylet|gcs_server' || true"])
 
 
-def clean(launch: LaunchSettings, host: str, env: Mapping[str, str]) -> str:
+def clean(launch: LaunchSettings, host: str, env: Mapping[str, str], token: str | None = None) -> str:
     """Clean up a rack's machine by SSH after `ray down`, which stops the head only.
 
-    Returns "" if nothing is left, else what is, as text.
+    `token`: as in `cleaning`. Returns "" if nothing is left, else what is, as text.
     """
-    words = ssh_words(launch, host, cleaning(launch))
+    words = ssh_words(launch, host, cleaning(launch, token))
     try:
         done = subprocess.run(
             words,
@@ -262,18 +271,19 @@ def up(launch: Launch, *, restart: bool = False) -> str:
     secrets = _secrets(launch)
     on_nodes = node_settings(launch.settings, launch.outputs)
     check_complete(on_nodes, secrets)  # before any is written: what is refused leaves those kept as they are
-    if launch.outputs is not None:
+    if (outputs := launch.outputs) is not None:
+        if outputs.kms_key_arn is None:
+            raise UpFailed(
+                "Terraform's outputs have no kms_key_arn, the key of secrets: apply the terraform/ of this "
+                "version, and read them again (terraform/modules/compute/README.md has what to know of ami_id)"
+            )
         launch.files.forget_secrets()
-        outputs = launch.outputs
         keep_in_cloud(launch.client("ssm"), outputs.ssm_prefix, outputs.kms_key_arn, secrets)
     launch.files.write_node_files(on_nodes)
     if launch.outputs is None:
         launch.files.write_secrets(launch.files.token(), secrets)
         launch.files.write_authority(is_wanted=on_nodes.cluster.tls_dir == MADE_TLS_DIR)
-        for host in launch.files.rack_hosts():  # of the file before; those that left still run, with secrets
-            if host not in rack_hosts(launch.settings.launch):
-                left = clean(launch.settings.launch, host, without_secrets(launch.env))
-                launch.show(f"no longer of this rack: {left or f'{host}: stopped, its secrets removed'}")
+        launch.files.note_left(_cleaned(launch))
     launch.files.write_cluster_file(file, header(file, launch.sources))
     launch.show(f"cluster file: {launch.files.cluster_file}")
     limit_s = launch.settings.launch.up_timeout_s
@@ -305,15 +315,29 @@ def down(launch: Launch) -> list[str]:
     code = _ray(launch, ["down", "-y", str(files.cluster_file)], DOWN_S_MAX, launch.show)
     left = [] if code == 0 else [f"`ray down` ended with code {code}: see above"]
     if launch.outputs is None:
-        hosts = dict.fromkeys([*files.rack_hosts(), *rack_hosts(launch.settings.launch)])
-        found = [clean(launch.settings.launch, host, without_secrets(launch.env)) for host in hosts]
-        left += [text for text in found if text]
+        kept, env = _cleaned(launch), without_secrets(launch.env)
+        found = [clean(launch.settings.launch, host, env) for host in rack_hosts(launch.settings.launch)]
+        left += [text for text in [*kept.values(), *found] if text]
+        files.note_left(kept)
         if not left:  # another `samovar up` must not stop what these machines do then
             files.cluster_file.unlink()
         return left
     left += live_instances(launch.client("ec2"), launch.outputs.cluster_name)
     if launch.outputs.target_group_arn is not None:
         leave_targets(launch.client("elbv2"), launch.outputs.target_group_arn)
+    return left
+
+
+def _cleaned(launch: Launch) -> dict[str, str]:
+    """Clean the machines that were of a rack and are not in its settings; return what is left, by machine."""
+    settings, env, left = launch.settings.launch, without_secrets(launch.env), dict[str, str]()
+    for host in launch.files.rack_hosts():  # of the `up` before: they still run, with its secrets
+        if host in rack_hosts(settings):
+            continue
+        if text := clean(settings, host, env, launch.files.token()):
+            left[host] = text
+        done = f"{host}: if it was still this cluster's, it is stopped and its secrets are removed"
+        launch.show(f"no longer of this rack: {text or done}")
     return left
 
 
@@ -398,6 +422,7 @@ CLUSTER_FILE = "cluster.yaml"
 SERVER_SECRET_FILE = "server-secret"
 NODE_DIR = "node"
 RUNNING_FILE = "running"
+LEFT_FILE = "left-hosts"
 PUBLIC = 0o644
 HEADER = "# Written by `samovar up`. All settings that hold on this cluster but the secrets.\n"
 
@@ -420,11 +445,21 @@ class ClusterHome:
         write_private(self.cluster_file, file.text(header))
 
     def rack_hosts(self) -> list[str]:
-        """Return the machines in the cluster file, the head first; empty if it is none, or no rack's."""
-        if not self.cluster_file.exists():
-            return []
-        provider = yaml.safe_load(self.cluster_file.read_text())["provider"]
-        return [provider["head_ip"], *provider["worker_ips"]] if provider["type"] == "local" else []
+        """Return the machines in the cluster file, the head first, and those that `note_left` noted."""
+        found: list[str] = []
+        if self.cluster_file.exists():
+            provider = yaml.safe_load(self.cluster_file.read_text())["provider"]
+            found = [provider["head_ip"], *provider["worker_ips"]] if provider["type"] == "local" else []
+        left = self.root / LEFT_FILE
+        return list(dict.fromkeys([*found, *(left.read_text().split() if left.exists() else ())]))
+
+    def note_left(self, hosts: Iterable[str]) -> None:
+        """Note machines that are no longer of the rack, and could not be cleaned."""
+        text = "\n".join(hosts)
+        if text:
+            write_private(self.root / LEFT_FILE, text + "\n")
+        else:
+            (self.root / LEFT_FILE).unlink(missing_ok=True)
 
     def write_node_files(self, on_nodes: Settings) -> None:
         """Write `node/`, without secrets. `on_nodes`: its settings. Raises `OSError` without the wheel."""

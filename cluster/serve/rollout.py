@@ -26,7 +26,6 @@ from samovar.cluster.errors import StartFailed
 from samovar.configs.cluster import ClusterSettings
 from samovar.configs.settings import ServerSettings, Settings
 from samovar.configs.tls import CertificateRefused
-from samovar.router.proxy import read_by_proxies
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +210,8 @@ def refuse_what_needs_a_restart(now: Settings, wanted: Settings) -> None:
 
     That is each section of `FIXED`, the cluster but for its number of replicas, and what proxies know.
     """
+    from samovar.router.proxy import read_by_proxies  # a stop needs none of it
+
     for name in FIXED:
         if name == "auth":
             # The server's secret is drawn where none is given. Keys in auth.keys_file are followed anyway.

@@ -180,7 +180,10 @@ class TestApplications:
     ) -> None:
         settings = settings_of()
         runs = {"host": "0.0.0.0", "port": 8000, "keep_alive_timeout_s": 90, "ssl_keyfile": None}
-        refuse_other_address({}, settings.server)
+        refuse_other_address(None, settings.server)
+        refuse_other_address({"host": "0.0.0.0"}, settings.server)  # the port is Serve's own then
+        with pytest.raises(StartFailed, match=r"server\.host=0\.0\.0\.0 .* with 127\.0\.0\.1"):
+            refuse_other_address({}, settings.server)
         refuse_other_address(runs, settings.server)  # of a version with another time of idle connections
         server = ServerSettings.model_validate(settings.server.model_dump() | changed)
         with pytest.raises(StartFailed, match=said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import stat
@@ -64,13 +65,15 @@ class World:
         self.program = folder / "ray"
         self.shown: list[str] = []
         self.cleaned: list[str] = []
+        self.guarded: set[str] = set()
         self.parameters = Parameters()
         self.ray()
         monkeypatch.setattr(up_module, "ray_program", lambda: str(self.program))
         monkeypatch.setattr(up_module, "clean", self._clean)
 
-    def _clean(self, launch: Any, host: str, env: Any) -> str:
+    def _clean(self, launch: Any, host: str, env: Any, token: str | None = None) -> str:
         self.cleaned.append(host)
+        self.guarded |= {host} if token is not None else set()
         return ""
 
     def ray(self, fails: str = "", silent: str = "no") -> None:
@@ -286,6 +289,14 @@ def test_the_wheel_goes_along(world: World, tmp_path: Path) -> None:
     assert not list(node_dir.glob("*.whl"))
 
 
+def test_outputs_of_before_the_clusters_key_end_a_cluster_and_start_none(world: World) -> None:
+    old = outputs().model_copy(update={"kms_key_arn": None})
+    with pytest.raises(UpFailed, match="no kms_key_arn"):
+        up(world.launch(aws(f"--auth.api-keys={KEYS['SAMOVAR_AUTH__API_KEYS']}"), old))
+    assert world.parameters.values == {}
+    assert down(world.launch(aws(), old)) != [], "it names the instances that live"
+
+
 def test_down_cleans_every_machine_of_a_rack(world: World) -> None:
     launch = world.launch(rack())
     assert down(launch) == []
@@ -297,11 +308,12 @@ def test_a_machine_that_left_the_settings_is_cleaned_all_the_same(world: World) 
     up(world.launch(rack()))
     fewer = rack('--launch.rack.workers=["10.0.0.2"]')
     assert down(world.launch(fewer)) == []
-    assert world.cleaned == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    assert world.cleaned == ["10.0.0.3", "10.0.0.1", "10.0.0.2"]
     up(world.launch(fewer))
     up(world.launch(rack('--launch.rack.workers=["10.0.0.4"]')))
     assert world.cleaned[3:] == ["10.0.0.2"], "what is down already may do other work by now"
-    assert "no longer of this rack: 10.0.0.2: stopped, its secrets removed" in world.shown
+    assert world.guarded == {"10.0.0.2", "10.0.0.3"}, "those may be another cluster's by now"
+    assert any(line.startswith("no longer of this rack: 10.0.0.2: if it was still") for line in world.shown)
 
 
 def test_a_machine_that_could_not_be_cleaned_is_not_forgotten(
@@ -309,10 +321,14 @@ def test_a_machine_that_could_not_be_cleaned_is_not_forgotten(
 ) -> None:
     up(world.launch(rack()))
     with monkeypatch.context() as away:
-        away.setattr(up_module, "clean", lambda launch, host, env: f"{host}: cannot be reached ()")
+        away.setattr(up_module, "clean", lambda launch, host, env, token=None: f"{host}: cannot be reached")
         down(world.launch(rack()))
+        up(world.launch(rack('--launch.rack.workers=["10.0.0.2"]')))
+        up(world.launch(rack('--launch.rack.workers=["10.0.0.2"]')))
     assert down(world.launch(rack('--launch.rack.workers=["10.0.0.2"]'))) == []
-    assert world.cleaned == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    assert world.cleaned == ["10.0.0.3", "10.0.0.1", "10.0.0.2"]
+    assert down(world.launch(rack('--launch.rack.workers=["10.0.0.2"]'))) == []
+    assert world.cleaned[3:] == ["10.0.0.1", "10.0.0.2"], "it is cleaned, and forgotten"
 
 
 def test_cleaning_removes_secrets_and_what_the_head_remembers() -> None:
@@ -322,10 +338,14 @@ def test_cleaning_removes_secrets_and_what_the_head_remembers() -> None:
         (*(f"~/samovar/{name}" for name in secrets), "~/.ray/auth_token", "~/samovar-tls/tls.key")
     )
     assert f"rm -f {gone} || exit 1; rm -rf ~/samovar-gcs;" in text
-    assert "ray stop" in text
+    assert text.startswith("bash --login -ic 'ray stop --force'")
+    guarded = cleaning(rack().launch, "t" * 64)
+    digest = hashlib.sha256(b"t" * 64 + b"\n").hexdigest()
+    assert guarded == f"sha256sum ~/samovar/ray-token 2>/dev/null | grep -q '^{digest} ' || exit 0; {text}"
     assert "samovar-gcs" not in cleaning(rack("--launch.gcs.storage=memory").launch)
     image = rack(f"--launch.image=docker.io/me/samovar@sha256:{'0' * 64}").launch
     mounted = f"/tmp/ray_tmp_mount/{image.name}/~/samovar"
+    assert cleaning(image).startswith("docker stop samovar ")
     for name in secrets:
         assert f"{mounted}/{name}" in shlex.split(cleaning(image).replace(";", " ;"))
     words = ssh_words(rack("--launch.ssh.proxy-command=nc %h %p").launch, "10.0.0.2", "true")
