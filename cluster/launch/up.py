@@ -275,7 +275,7 @@ def up(launch: Launch, *, restart: bool = False) -> str:
         if outputs.kms_key_arn is None:
             raise UpFailed(
                 "Terraform's outputs have no kms_key_arn, the key of secrets: apply the terraform/ of this "
-                "version, and read them again (terraform/modules/compute/README.md has what to know of ami_id)"
+                "version, and read them again (of ami_id, see terraform/modules/compute/README.md before)"
             )
         launch.files.forget_secrets()
         keep_in_cloud(launch.client("ssm"), outputs.ssm_prefix, outputs.kms_key_arn, secrets)
