@@ -23,7 +23,7 @@ from jinja2 import TemplateError
 
 from samovar.configs.settings import Settings
 from samovar.replicas.grammar import GrammarCompiler, GrammarRefused
-from samovar.replicas.messages import Grammar
+from samovar.replicas.messages import TAIL_TOKENS, Grammar
 from samovar.replicas.reply import ReplyReading
 from samovar.replicas.templates import TEMPLATE_FAULTS, TemplateLimit, refused_model, rendered
 from samovar.router.openai import (
@@ -276,10 +276,14 @@ class PromptBuilder:
         """
 
         def note() -> bool:
-            ids = self._ids_that_spell(text, token_ids) if text else None
+            begun = prompt.asked.messages[-1] if prompt.asked and prompt.asked.continues else None
+            behind = [] if begun is None else prompt.token_ids[-TAIL_TOKENS:]
+            ids = self._ids_that_spell(text, token_ids, behind) if text else None
             if ids is None or prompt.rendered is None:
                 return False
             key = None if reply is None else key_of(reply)
+            if reply is None and begun is not None:  # it comes back as one message with what it continues
+                key = key_of(replace(begun, content=begun.content + text))
             again = text if reply is None else self._again(prompt, text, reply)
             # Without its reasoning it comes back as another text: known by the prompt that it answers.
             held = [] if again is None else [(again, ids, key)]
@@ -543,6 +547,7 @@ class PromptBuilder:
             asked is None
             or rendered is None
             or asked.continues
+            or (self.template.is_single and len(reply.calls) > 1)  # a result comes between
             or any(one in text for one in self._eos_texts)
         ):
             return None
@@ -561,11 +566,18 @@ class PromptBuilder:
         words = [reply.reasoning, reply.content, *(call.name for call in reply.calls)]
         return held if all(word.strip() in held for word in words) else None
 
-    def _ids_that_spell(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
+    def _ids_that_spell(self, text: str, token_ids: Sequence[int], behind: list[int]) -> list[int] | None:
+        """Return the ids without the end of a turn; None if they are no such text.
+
+        `behind`: the last ids of a text that they continue: see `TextOut`.
+        """
         ids = list(token_ids)
         if ids and ids[-1] in self._eos_token_ids:
             ids.pop()  # the template adds the end of a turn itself
-        return ids if self._backend.decode(ids, skip_special_tokens=False) == text else None
+        before = self._backend.decode(behind, skip_special_tokens=False) if behind else ""
+        return (
+            ids if self._backend.decode([*behind, *ids], skip_special_tokens=False) == before + text else None
+        )
 
 
 def _led(request: ParsedChat) -> ParsedChat:
