@@ -278,8 +278,9 @@ class PromptBuilder:
         def note() -> bool:
             begun = prompt.asked.messages[-1] if prompt.asked and prompt.asked.continues else None
             behind = [] if begun is None else prompt.token_ids[-TAIL_TOKENS:]
-            ids = self._ids_that_spell(text, token_ids, behind) if text else None
-            if ids is None or prompt.rendered is None:
+            is_ended = bool(token_ids) and token_ids[-1] in self._eos_token_ids
+            ids = list(token_ids[:-1] if is_ended else token_ids)  # the template adds the end itself
+            if prompt.rendered is None or not text or not _spell(self._backend, ids, text, behind):
                 return False
             key = None if reply is None else key_of(reply)
             if reply is None and begun is not None:  # it comes back as one message with what it continues
@@ -566,18 +567,11 @@ class PromptBuilder:
         words = [reply.reasoning, reply.content, *(call.name for call in reply.calls)]
         return held if all(word.strip() in held for word in words) else None
 
-    def _ids_that_spell(self, text: str, token_ids: Sequence[int], behind: list[int]) -> list[int] | None:
-        """Return the ids without the end of a turn; None if they are no such text.
 
-        `behind`: the last ids of a text that they continue: see `TextOut`.
-        """
-        ids = list(token_ids)
-        if ids and ids[-1] in self._eos_token_ids:
-            ids.pop()  # the template adds the end of a turn itself
-        before = self._backend.decode(behind, skip_special_tokens=False) if behind else ""
-        return (
-            ids if self._backend.decode([*behind, *ids], skip_special_tokens=False) == before + text else None
-        )
+def _spell(backend: BackendTokenizer, ids: list[int], text: str, behind: list[int]) -> bool:
+    """Return whether ids are a text; `behind`: the last ids of one that it goes on from: see `TextOut`."""
+    before = backend.decode(behind, skip_special_tokens=False) if behind else ""
+    return backend.decode([*behind, *ids], skip_special_tokens=False) == before + text
 
 
 def _led(request: ParsedChat) -> ParsedChat:
