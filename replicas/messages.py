@@ -23,6 +23,8 @@ Source: TypeAlias = str
 """Where the KV of a prompt's tokens came from: one of `sources()`."""
 Decision = Literal["none", "load", "recompute", "hedge", "meet"]
 FinishReason = Literal["stop", "length"]
+TAIL_TOKENS = 16
+"""Of a text that goes on, as many as hold a character behind all that is not text."""
 
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark", "grammar"]

@@ -20,6 +20,7 @@ from tokenizers.decoders import DecodeStream
 from samovar.cache_tiers.forecast import tool_tags
 from samovar.replicas.grammar import GrammarRefused, GrammarState
 from samovar.replicas.messages import (
+    TAIL_TOKENS,
     FinishReason,
     GenerateRequest,
     Refused,
@@ -30,9 +31,6 @@ from samovar.replicas.messages import (
 from samovar.replicas.reply import called_tools
 
 logger = logging.getLogger(__name__)
-
-TAIL_TOKENS = 16
-"""Of a text, as many as hold a character behind all that is not text."""
 
 
 class TextOut:

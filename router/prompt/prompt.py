@@ -23,7 +23,7 @@ from jinja2 import TemplateError
 
 from samovar.configs.settings import Settings
 from samovar.replicas.grammar import GrammarCompiler, GrammarRefused
-from samovar.replicas.messages import Grammar
+from samovar.replicas.messages import TAIL_TOKENS, Grammar
 from samovar.replicas.reply import ReplyReading
 from samovar.replicas.templates import TEMPLATE_FAULTS, TemplateLimit, refused_model, rendered
 from samovar.router.openai import (
@@ -276,10 +276,15 @@ class PromptBuilder:
         """
 
         def note() -> bool:
-            ids = self._ids_that_spell(text, token_ids) if text else None
-            if ids is None or prompt.rendered is None:
+            begun = prompt.asked.messages[-1] if prompt.asked and prompt.asked.continues else None
+            behind = [] if begun is None else prompt.token_ids[-TAIL_TOKENS:]
+            is_ended = bool(token_ids) and token_ids[-1] in self._eos_token_ids
+            ids = list(token_ids[:-1] if is_ended else token_ids)  # the template adds the end itself
+            if prompt.rendered is None or not text or not _spell(self._backend, ids, text, behind):
                 return False
             key = None if reply is None else key_of(reply)
+            if reply is None and begun is not None:  # it comes back as one message with what it continues
+                key = key_of(replace(begun, content=begun.content + text))
             again = text if reply is None else self._again(prompt, text, reply)
             # Without its reasoning it comes back as another text: known by the prompt that it answers.
             held = [] if again is None else [(again, ids, key)]
@@ -543,6 +548,7 @@ class PromptBuilder:
             asked is None
             or rendered is None
             or asked.continues
+            or (self.template.is_single and len(reply.calls) > 1)  # a result comes between
             or any(one in text for one in self._eos_texts)
         ):
             return None
@@ -561,11 +567,11 @@ class PromptBuilder:
         words = [reply.reasoning, reply.content, *(call.name for call in reply.calls)]
         return held if all(word.strip() in held for word in words) else None
 
-    def _ids_that_spell(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
-        ids = list(token_ids)
-        if ids and ids[-1] in self._eos_token_ids:
-            ids.pop()  # the template adds the end of a turn itself
-        return ids if self._backend.decode(ids, skip_special_tokens=False) == text else None
+
+def _spell(backend: BackendTokenizer, ids: list[int], text: str, behind: list[int]) -> bool:
+    """Return whether ids are a text; `behind`: the last ids of one that it goes on from: see `TextOut`."""
+    before = backend.decode(behind, skip_special_tokens=False) if behind else ""
+    return backend.decode([*behind, *ids], skip_special_tokens=False) == before + text
 
 
 def _led(request: ParsedChat) -> ParsedChat:

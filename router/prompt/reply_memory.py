@@ -400,7 +400,9 @@ def _fields(body: bytes) -> tuple[bytes, int, bytes, bool, bytes, int]:
 
 def turns_of(asked: ParsedChat | None) -> int:
     """Return how many replies a conversation has with the answer that it asks for."""
-    return 1 + sum(one.role == "assistant" for one in asked.messages) if asked is not None else 0
+    if asked is None:
+        return 0
+    return (not asked.continues) + sum([one.role == "assistant" for one in asked.messages])
 
 
 class SharedReplies:

@@ -84,6 +84,8 @@ PROBE_TOOL: Json = {
     },
 }
 HELLO: Json = {"role": "user", "content": "Hello"}
+FILLED: Mapping[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
+"""What a function may go without, and some templates fail without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,8 @@ class ToolTemplate:
     `is_native`: the template writes tools itself. `wants_text`: it takes a call's arguments as text, not as
     an object. `wants_short_ids`: it refuses ids that are not `SHORT_ID`. `variables`: those of
     `THOUGHT_VARIABLES` that it uses. `reads_tools`: False: requests with tools are refused. `has_system`: it
-    has a place for a system prompt.
+    has a place for a system prompt. `is_single`: it writes one call of a message, or refuses several.
+    `filled`: what it wants of each function, with a value for one without.
     """
 
     form: ReplyFormat
@@ -103,13 +106,18 @@ class ToolTemplate:
     variables: frozenset[str] = frozenset()
     reads_tools: bool = True
     has_system: bool = True
+    is_single: bool = False
+    filled: Mapping[str, Any] = field(default_factory=dict)
 
     def conversation(self, request: ParsedChat) -> tuple[list[Json], Json]:
         """Return the messages as the template wants them, and its `tools` argument if it takes one."""
         offer = request.offer
         if self.is_native or not (offer or any(one.calls or one.call_id for one in request.messages)):
-            made = [self._message(message) for message in request.messages]
-            return made, {"tools": [tool.spec for tool in offer.tools]} if offer else {}
+            messages = _one_by_one(request.messages) if self.is_single else request.messages
+            made = [self._message(message) for message in messages]
+            functions = [tool.spec["function"] for tool in offer.tools] if offer else []
+            tools = [{"type": "function", "function": {**self.filled, **one}} for one in functions]
+            return made, {"tools": tools} if offer else {}
         return list(_generic(request.messages, offer, self.has_system)), {}
 
     def _message(self, message: ChatMessage) -> Json:
@@ -168,7 +176,7 @@ def inspect_template(tokenizer: Template, settings: ModelSettings) -> ToolTempla
     if offered is not None and PROBE in offered:
         for wants_text in (False, True):
             called = _render(tokenizer, _probe(wants_text, "probe0001")) or ""
-            if PROBE in called and "probe_value" in called and "probe_result" in called:
+            if PROBE in called and "probe_value0" in called and "probe_result" in called:
                 break
         else:
             called = ""
@@ -200,7 +208,16 @@ def inspect_template(tokenizer: Template, settings: ModelSettings) -> ToolTempla
         variables=variables,
         reads_tools=calls != "none",
         has_system=PROBE in (_render(tokenizer, [{"role": "system", "content": PROBE}, HELLO], ()) or ""),
+        is_single=is_native
+        and "probe_value1" not in (_render(tokenizer, _probe(wants_text, "probe0001", "probe0002")) or ""),
+        filled={name: value for name, value in FILLED.items() if not _spares(tokenizer, name)},
     )
+
+
+def _spares(tokenizer: Template, name: str) -> bool:
+    """Return whether the template takes a function without a field."""
+    function = {key: value for key, value in PROBE_TOOL["function"].items() if key != name}
+    return _render(tokenizer, [HELLO], [{**PROBE_TOOL, "function": function}]) is not None
 
 
 def _names(template: str) -> Iterator[str]:
@@ -215,14 +232,17 @@ def _names(template: str) -> Iterator[str]:
         return  # it renders nothing either
 
 
-def _probe(wants_text: bool, call_id: str) -> list[Json]:
-    arguments: Json = {"probe_key": "probe_value"}
-    function = {"name": PROBE, "arguments": json.dumps(arguments) if wants_text else arguments}
-    call = {"id": call_id, "type": "function", "function": function}
+def _probe(wants_text: bool, *call_ids: str) -> list[Json]:
+    calls: list[Json] = []
+    for number, call_id in enumerate(call_ids):
+        arguments: Json = {"probe_key": f"probe_value{number}"}
+        function = {"name": PROBE, "arguments": json.dumps(arguments) if wants_text else arguments}
+        calls.append({"id": call_id, "type": "function", "function": function})
+    result: Json = {"role": "tool", "content": "probe_result", "name": PROBE}
     return [
         HELLO,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "probe_result", "tool_call_id": call_id, "name": PROBE},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *({**result, "tool_call_id": call_id} for call_id in call_ids),
     ]
 
 
@@ -238,6 +258,27 @@ def _render(
         raise refused_model(limit) from None
     except TEMPLATE_FAULTS:
         return None
+
+
+def _one_by_one(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yield the messages with each call in one of its own, and its results behind it.
+
+    Results of other messages' calls come last of those that they stand among.
+    """
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        if len(message.calls) < 2:
+            yield message
+            continue
+        results = list(takewhile(lambda one: one.role == "tool", messages[at:]))
+        at += len(results)
+        for number, call in enumerate(message.calls):
+            yield replace(message if number == 0 else ChatMessage("assistant", ""), calls=(call,))
+            yield from (one for one in results if one.call_id == call.call_id)
+        called = {call.call_id for call in message.calls}
+        yield from (one for one in results if one.call_id not in called)
 
 
 def _generic(messages: Sequence[ChatMessage], offer: ToolOffer | None, has_system: bool) -> Iterator[Json]:
@@ -369,8 +410,8 @@ class AnswerForm:
         if promise is None:
             if not (says_json and offer is not None and offer.may_call and self.form.calls):
                 return None
-            if frame is not None:
-                return None if self._hides_calls else frame
+            if frame is not None and not self._hides_calls:
+                return frame
             promise, reason = (
                 "response_format",
                 f"beside tools, no mark tells this model's calls ({parser}) from it",
@@ -423,7 +464,12 @@ class AnswerForm:
             ]
             yield f"{name}: {' | '.join(dict.fromkeys(each))}"
         if frame.ends:
-            yield from _until("args", frame.ends, self.marks)
+            calls, outer = replace(self.form, reasoning=""), (frame.mark, frame.ends)
+            own = {mark: one for mark, one in self.marks.items() if calls.marks(mark, calls=True)}
+            # A special token is no text: the format's own within a call are allowed beside it.
+            inner = [f"TEXT <[{one}]>" for mark, one in own.items() if mark not in outer]
+            yield f"args: ({' | '.join(inner)})* args_end" if inner else "args: args_end"
+            yield from _until("args_end", frame.ends, self.marks)
             return
         chars = 0
         for at, tool in enumerate(tools):

@@ -131,6 +131,17 @@ def make_tiny_tokenizer(vocab: int = 512) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def byte_fallback() -> tuple[Tokenizer, dict[str, int]]:
+    """A tokenizer in the style of Llama 2, and its vocabulary."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a"]
+    ids = {token: number for number, token in enumerate(tokens)}
+    backend = Tokenizer(BPE(vocab=ids, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend, ids
+
+
 def tiny_config(
     family: Family,
     *,

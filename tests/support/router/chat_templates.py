@@ -110,10 +110,13 @@ DEEPSEEK = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 ).replace("BAR", "\uff5c")
 
-# Each part of an answer has a channel; a turn has one call, and only its thought stays in a history.
+# Each part of an answer has a channel; a turn has one call, and only its thought stays in a history. Each
+# tool has a description.
 HARMONY = (
     "{{ '<|start|>system<|message|>Reasoning: ' ~ (reasoning_effort or 'medium') ~ '<|end|>' }}"
-    "{% if tools %}{{ '<|start|>developer<|message|>' ~ (tools | tojson) ~ '<|end|>' }}{% endif %}"
+    "{% if tools %}{{ '<|start|>developer<|message|>' }}{% for tool in tools %}"
+    "{{ '// ' + tool.function.description + '\ntype ' + tool.function.name + ' = () => any;\n' }}{% endfor %}"
+    "{{ '<|end|>' }}{% endif %}"
     "{% set last = namespace(name=none) %}{% for message in messages %}"
     "{% if message.role == 'assistant' and message.tool_calls %}"
     "{% set call = message.tool_calls[0].function %}{% set last.name = call.name %}"

@@ -9,14 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
+from tokenizers import Tokenizer
 
 from samovar.replicas.answers import OpenAnswers, OutputProcessor, TextOut, TokenText
 from samovar.replicas.messages import GenerateRequest, Sampled, SamplingParams
 from samovar.replicas.sampling.sampler import Sampler, uniform
 from samovar.replicas.scheduling.sequence import Sequence
-from tests.support.engines.tiny_models import make_tiny_tokenizer
+from tests.support.engines.tiny_models import byte_fallback, make_tiny_tokenizer
 
 
 def sequence(output: list[int] | None = None, seed: int = 0, index: int = 0, **params: object) -> Sequence:
@@ -148,17 +147,6 @@ def test_stop_strings_against_find(backend: Tokenizer, text: str, stop: list[str
 def test_text_is_not_held_back_without_need(backend: Tokenizer) -> None:
     pieces, _ = stream(backend, "hello there", ("xyz",))
     assert "".join(pieces[:-1]) == "hello there"
-
-
-def byte_fallback() -> tuple[Tokenizer, dict[str, int]]:
-    """A tokenizer in the style of Llama 2, and its vocabulary."""
-    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a"]
-    ids = {token: number for number, token in enumerate(tokens)}
-    backend = Tokenizer(BPE(vocab=ids, merges=[], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return backend, ids
 
 
 def test_broken_bytes_of_a_byte_fallback_vocabulary() -> None:

@@ -249,7 +249,7 @@ def test_a_grammar_goes_by_replay_as_vllm_begins_it_behind_the_prompt() -> None:
     assert not is_replayed(SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.2))
 
 
-OURS = {"stop", "grammar", "prompt_logprobs_from", "shown_token_ids"}
+OURS = {"stop", "grammar", "prompt_logprobs_from", "shown_token_ids", "continues_text"}
 """What the replica does itself, or passes by another way."""
 
 

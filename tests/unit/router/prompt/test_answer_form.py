@@ -85,6 +85,7 @@ def backend(has_marks: bool) -> Any:
         for parts in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"):
             texts.append(f"<\uff5ctool▁{parts}\uff5c>")
         made.add_special_tokens([f"<|{name}|>" for name in HARMONY_TOKENS])
+        made.add_special_tokens(["<|tool_call>", "<tool_call|>", '<|"|>'])
         for number, text in enumerate(texts):
             made.add_tokens([AddedToken(text, special=number % 2 == 0, normalized=False)])
     return made
@@ -289,6 +290,7 @@ def test_beside_a_response_format_an_answer_is_of_that_form_or_calls(name: str) 
     assert not follows(forced, '{"id": 1}')
 
 
+@pytest.mark.parametrize("has_marks", [False, True], ids=["spelled", "tokens"])
 @pytest.mark.parametrize(
     ("name", "call", "broken"),
     [
@@ -297,25 +299,46 @@ def test_beside_a_response_format_an_answer_is_of_that_form_or_calls(name: str) 
             "<tool_call>\n<function=get>\n<parameter=id>\n7\n</parameter>\n</function>\n</tool_call>",
             "<tool_call>\n<function=other>\n<parameter=id>\n7\n</parameter>\n</function>\n</tool_call>",
         ),
-        (
-            "gemma4",
-            '<|tool_call>call:get{note:<|"|>a<|"|>}<tool_call|>',
-            "<|tool_call>call:other{}<tool_call|>",
+        *(
+            (
+                "gemma4",
+                f'<|tool_call>call:get{{note:<|"|>{note}<|"|>}}<tool_call|>',
+                "<|tool_call>call:other{}<tool_call|>",
+            )
+            for note in ("a", "", '}"<c>')
         ),
+        ("gemma4", "<|tool_call>call:now{}<tool_call|>" * 2, "<|tool_call>call:now{}<|tool_call>"),
         ("llama3_json", '{"name": "get", "parameters": {"id": 7}}', '{"name": "other", "parameters": {}}'),
     ],
 )
 def test_beside_a_response_format_calls_that_are_no_json_or_have_no_mark_may_be_made(
-    name: str, call: str, broken: str
+    name: str, call: str, broken: str, has_marks: bool
 ) -> None:
     form = form_of(name, "think")
-    both = grammar_of(form, offer("auto"), JSON)
+    both = grammar_of(form, offer("auto"), JSON, has_marks=has_marks)
     for text, is_allowed in {'{"id": 1}': True, call: True, broken: False, f"hi {call}": False}.items():
-        assert follows(both, text) is is_allowed, text
-    assert [one.name for one in read(form, call).calls] == ["get"]
-    thought = grammar_of(form, offer("auto"), JSON, "<think>\n")
-    assert follows(thought, 'hm</think>{"id": 1}')
-    assert follows(thought, f"hm</think>{call}") is (name != "llama3_json"), "read as a call or not"
+        assert follows(both, text, has_marks) is is_allowed, text
+    assert {one.name for one in read(form, call).calls} <= {"get", "now"}
+    assert read(form, call).calls
+    if form.is_bare:  # behind a thought it is text
+        with pytest.raises(ApiError, match="no mark tells this model's calls") as refused:
+            grammar_of(form, offer("auto"), JSON, "<think>\n", has_marks)
+        assert refused.value.param == "response_format"
+        assert grammar_of(form, offer("none"), JSON, "<think>\n", has_marks), "no call is read"
+        return
+    thought = grammar_of(form, offer("auto"), JSON, "<think>\n", has_marks)
+    for text in ('{"id": 1}', call):
+        assert follows(thought, f"hm</think>{text}", has_marks)
+
+
+def test_a_call_of_a_declared_format_has_the_tokens_of_its_template() -> None:
+    args = {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}
+    calls = {"open": "<|tool_call>", "close": "<tool_call|>", "content": "json", "content_args": args}
+    form = declared_format({"start_anchor": "a", "fields": {"content": {}, "tool_calls": calls}})
+    both = grammar_of(form, offer("auto"), JSON, has_marks=True)
+    call = '<|tool_call>{name:<|"|>get<|"|>,arguments:{note:<|"|><|"|>}}<tool_call|>'
+    for text, is_allowed in {call: True, call.replace('<|"|>', "<|end|>"): False}.items():
+        assert follows(both, text, has_marks=True) is is_allowed, text
 
 
 def test_beside_a_response_format_calls_of_a_declared_format_go_by_its_marks() -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from samovar.configs.settings import LimitsSettings, Settings
 from samovar.replicas.grammar import GrammarCompiler
@@ -25,7 +26,7 @@ from samovar.router.prompt.prompt import (
     longest_token_bytes,
 )
 from samovar.router.prompt.reply_memory import Owner
-from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
+from tests.support.engines.tiny_models import EOS_ID, byte_fallback, make_tiny_tokenizer
 
 TOKENIZER: Any = make_tiny_tokenizer()
 BY: dict[str, Any] = {"owner": Owner("tenant", b"session"), "forgets": 0}
@@ -143,6 +144,24 @@ async def test_replies_are_remembered_only_when_their_ids_spell_them(builder: Pr
     other = await builder.chat("v", chat("u", "the", "more"))
     assert other.token_ids != second.token_ids
     assert TOKENIZER.decode(other.token_ids) == TOKENIZER.decode(second.token_ids)
+
+
+async def test_what_an_answer_goes_on_from_comes_back_with_it_as_the_tokens_that_were_sampled() -> None:
+    """Of a tokenizer that leaves out a text's first blank, which is the answer's own here."""
+    backend, vocab = byte_fallback()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = TOKENIZER.chat_template
+    builder, salt, ends = builder_of(tokenizer), b"salt".hex(), EOS_ID
+    first = await builder.chat(salt, replace(chat("u", "ab"), begins_turn=False, continues=True))
+    sampled = [vocab["▁a"], vocab["b"]]
+    assert not await builder.remember(salt, first, "ab", [*sampled, ends], **BY), "another text"
+    assert await builder.remember(salt, first, " ab", [*sampled, ends], **BY)
+    request = chat("u", "ab ab", "more")
+    second = await builder.chat(salt, request)
+    assert second.token_ids[: len(first.token_ids) + 2] == [*first.token_ids, *sampled]
+    assert second.rendered == backend.decode(second.token_ids, skip_special_tokens=False)
+    assert builder.replies.knows_last(b"salt", BY["owner"], request)
+    builder.close()
 
 
 async def test_a_template_that_refuses_is_a_400() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samovar.replicas.messages import SamplingParams
 from samovar.router.openai import ChatMessage, ParsedChat
 from samovar.router.prompt import Owner, SharedReplies
 from samovar.router.prompt.reply_memory import (
@@ -78,9 +80,7 @@ def test_the_last_reply_is_known_by_its_turn() -> None:
     asked, said = ChatMessage("user", "hi"), ChatMessage("assistant", "no")
 
     def conversation(*messages: ChatMessage) -> ParsedChat:
-        made = ParsedChat.__new__(ParsedChat)
-        object.__setattr__(made, "messages", messages)
-        return made
+        return ParsedChat(model="m", sampling=SamplingParams(), messages=messages)
 
     assert told.knows_last(SALT, OWNER, conversation(asked)), "there is nothing to know"
     assert told.knows_last(SALT, OWNER, conversation(asked, said, asked))
@@ -89,3 +89,5 @@ def test_the_last_reply_is_known_by_its_turn() -> None:
     assert not told.knows_last(SALT, Owner("t", bytes([1]) * 16), conversation(asked, said, asked))
     assert turns_of(conversation(asked, said, asked)) == 2
     assert turns_of(None) == 0
+    begun = replace(conversation(asked, said), begins_turn=False, continues=True)
+    assert turns_of(begun) == 1, "one reply with what it goes on from"

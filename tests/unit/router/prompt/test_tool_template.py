@@ -131,6 +131,7 @@ async def said(
         (LLAMA3, "llama3_json", True, False),
         (MISTRAL, "mistral", True, False),
         (DEEPSEEK, "deepseek_v3", True, True),
+        (HARMONY, "harmony", True, True),
         ("{{ messages[0].content }}", "hermes", False, False),
         ("{{ raise_exception('no') }}", "hermes", False, False),
         ("{{ tools | tojson }}{{ messages | tojson }}", "hermes", False, False),
@@ -143,6 +144,7 @@ def test_what_a_template_can_do_is_found_by_rendering(
     assert (found.form.name, found.is_native, bool(found.form.reasoning)) == (name, is_native, has_reasoning)
     assert found.wants_short_ids == (template == MISTRAL)
     assert found.wants_text == (template == DEEPSEEK)
+    assert found.is_single == (template in (LLAMA3, HARMONY))
 
 
 def test_settings_and_declarations_come_before_what_is_found() -> None:
@@ -426,6 +428,65 @@ async def test_a_harmony_model_is_read_by_its_channels_and_its_calls_come_back()
     assert goes_on.reading.opening == "<|channel|>final<|message|>It is"
     assert read_reply(goes_on.reading, " Paris.").content == " Paris."
     builder.close()
+
+
+@pytest.mark.parametrize("template", [HARMONY, LLAMA3], ids=["harmony", "llama3"])
+async def test_where_a_message_has_one_call_parallel_calls_stand_one_by_one_with_their_results(
+    template: str, made: Callable[..., PromptBuilder]
+) -> None:
+    """Of several, gpt-oss's template writes the first, whose name all results get; Llama 3's refuses them."""
+
+    def call(call_id: str, name: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": json.dumps({"k": f"of {call_id}"})}
+        return {"id": call_id, "type": "function", "function": function}
+
+    def result(call_id: str, content: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": None, "tool_calls": [call("c0", "get")]},
+        result("c0", "r0"),
+        {"role": "assistant", "content": None, "tool_calls": [call("c1", "get"), call("c2", "put")]},
+        *(result("c2", "r2"), result("c0", "late"), result("c1", "r1")),
+        {"role": "user", "content": "and now?"},
+    ]
+    text = (await built(made(template), parsed(messages, tools=[GET, PUT]))).rendered or ""
+    words = ["of c0", '"r0"', "of c1", '"r1"', "of c2", '"r2"', '"late"', "and now?"]
+    assert [text.count(word) for word in words] == [1] * len(words)
+    places = [text.index(word) for word in words]
+    assert places == sorted(places)
+    if template == HARMONY:
+        assert 'functions.put to=assistant<|channel|>commentary<|message|>"r2"' in text
+        assert 'functions.get to=assistant<|channel|>commentary<|message|>"r1"' in text
+
+
+async def test_an_answer_of_several_calls_is_not_found_where_results_come_between(
+    made: Callable[..., PromptBuilder],
+) -> None:
+    builder = made(LLAMA3)
+    first = await built(builder, parsed([{"role": "user", "content": "u"}], tools=[GET]))
+    kept, _, back = await said(builder, first, "; ".join(map(CALLS["llama3"], ("a", "b"))), 0)
+    assert (kept, len(back["tool_calls"])) == (False, 2)
+    results = [{"role": "tool", "tool_call_id": one["id"], "content": "r"} for one in back["tool_calls"]]
+    again = await built(builder, parsed([{"role": "user", "content": "u"}, back, *results], tools=[GET]))
+    assert builder.vocabulary.text(again.token_ids) == again.rendered
+
+
+@pytest.mark.parametrize("field", ["description", "parameters"])
+async def test_a_tool_goes_without_what_it_may_where_its_template_cannot(
+    field: str, made: Callable[..., PromptBuilder]
+) -> None:
+    """As gpt-oss's, which adds a tool's description to a text."""
+    at = "tool.function.description"
+    strict = HARMONY if field == "description" else HARMONY.replace(at, "tool.function.parameters.type")
+    bare = {"type": "function", "function": {"name": "now"}}
+    messages = [{"role": "user", "content": "u"}]
+    text = (await built(made(strict), parsed(messages, tools=[GET, bare]))).rendered or ""
+    said = ("d", "") if field == "description" else ("object", "object")
+    assert f"// {said[0]}\ntype get = () => any;\n// {said[1]}\ntype now = () => any;" in text
+    plain = (await built(made(QWEN3), parsed(messages, tools=[bare]))).rendered or ""
+    assert json.dumps(bare) in plain, "nothing is added that the client has not sent"
 
 
 async def test_tools_are_refused_where_no_parser_is_wanted() -> None:
