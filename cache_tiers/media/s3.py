@@ -323,6 +323,14 @@ def _is_there(objects: S3Objects, key: str, data: bytes, deadline: Deadline) -> 
     return total == len(data) and np.array_equal(found, np.frombuffer(data, dtype=np.uint8))
 
 
+def _put_at(objects: S3Objects, key: str) -> float:
+    """Return when an object was put, -inf if it is not there. Raises `TierError`."""
+    try:
+        return objects.put_at(key, objects.deadline())
+    except TierMiss:
+        return -math.inf
+
+
 class S3Tier(Tier):
     """Stores extents in one bucket. `wall_clock`: Unix seconds.
 
@@ -379,8 +387,9 @@ class S3Tier(Tier):
         return data
 
     def delete(self, address: Address, unused_s: float = 0.0) -> None:
-        if not (unused_s and self._was_put_within(address, unused_s)):
-            self._objects.delete(self._keys.record(address), self._objects.deadline())
+        key = self._keys.record(address)
+        if not (unused_s and _put_at(self._objects, key) > self._wall_clock() - unused_s):
+            self._objects.delete(key, self._objects.deadline())
             self._is_gone(address)
 
     def quarantine(self, address: Address) -> None:
@@ -533,13 +542,6 @@ class S3Tier(Tier):
         else:
             self._is_gone(address)
 
-    def _was_put_within(self, address: Address, seconds: float) -> bool:
-        try:
-            put_unix_s = self._objects.put_at(self._keys.record(address), self._objects.deadline())
-        except TierMiss:
-            return False
-        return self._wall_clock() - put_unix_s < seconds
-
     def _is_gone(self, address: Address, asked_s: float = math.inf) -> None:
         with self._lock:
             self._ledger.gone(address, asked_s)
@@ -622,9 +624,8 @@ class S3Tier(Tier):
             logger.warning("s3: %d bytes of older extents are not indexed, but count", unindexed_bytes)
         with self._lock:
             sizes = {address: size for address, _, size in found}
-            self._bad_found.gone = self._ledger.end_listing(
-                sizes, unindexed_bytes, {address: item.nbytes for address, item in bad.items()}
-            )
+            spoiled = {address: item.nbytes for address, item in bad.items()}
+            self._bad_found.gone = self._ledger.end_listing(sizes, unindexed_bytes, spoiled)
         times = {address: item.modified_unix_s for address, item in bad.items()}
         return deque((address, at_unix_s) for address, at_unix_s, _ in found), set(self._unsettled), times
 
