@@ -388,9 +388,9 @@ class Catalog:
         share = self._share_bytes(tier, address.tenant)
         room = books.make_room(address.tenant, nbytes, share, now_s, self._may_go, is_there=True)
         copy = HeldCopy(extent, tier, nbytes, self.transfers.next_generation(), self.prices)
-        if isinstance(room, str) or (
-            room != ([], []) and books.order([copy, *room[0], *room[1]], now_s)[-1] is not copy
-        ):
+        if isinstance(room, str):
+            return (self.transfers.drop_stranger(tier, address, nbytes, "room"),)
+        if room != ([], []) and books.order([copy, *room[0], *room[1]], now_s)[-1] is not copy:
             return (self.transfers.drop_stranger(tier, address, nbytes, "room"),)
         evictions = self._make(room)
         if self._registry.get(address) is None:

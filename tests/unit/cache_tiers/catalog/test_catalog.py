@@ -12,7 +12,6 @@ from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.catalog.index import ROW_SCAN_MAX, SESSIONS_MAX, TAILS_MAX, HeldExtent
 from samovar.cache_tiers.catalog.types import Held, ReservationRefused
 from samovar.cache_tiers.forecast.turns import Floats
-from samovar.cache_tiers.media.tier import Scanned
 from samovar.cache_tiers.messages import Lookup
 from samovar.cache_tiers.policy.eviction_queue import LazyHeap
 from samovar.cache_tiers.policy.policies import Candidates, LeastRecentlyUsed
@@ -615,36 +614,17 @@ def test_adopting_over_a_tenants_share_touches_nobody_else() -> None:
 
 
 def test_what_may_not_be_adopted_has_to_go() -> None:
-    world = World(budgets(nvme=1000))
-    (misplaced,) = world.adopt("nvme", header([1], placement=Placement(lowest="cpu")))
-    assert misplaced.reason == "placement"
-    (large,) = world.adopt("nvme", header([2]), nbytes=1001)
-    assert large.reason == "room"
-    assert world.adopt("nvme", header([2]), nbytes=10) == (), "its delete is under way"
+    world = World(budgets(nvme=1000, s3=0))
+    (eviction,) = world.adopt("nvme", header([1], placement=Placement(lowest="cpu")))
+    assert eviction.reason == "placement"
+    (eviction,) = world.adopt("nvme", header([2]), nbytes=1001)
+    assert eviction.reason == "room"
+    (eviction,) = world.adopt("s3", header([2]), nbytes=10)
+    assert eviction.reason == "room"
+    assert world.adopt("s3", header([2]), nbytes=10) == (), "its delete is under way"
     assert world.reserve("nvme", header([2]), 100) == ReservationRefused("busy")
-    world.catalog.dropped(misplaced)
-    world.catalog.dropped(large)
-    assert world.catalog.usage("nvme").bytes_accounted == 0
-
-
-def test_what_other_nodes_have_put_and_has_no_place_here_is_left_alone() -> None:
-    """It was deleted, and they kept it in their books."""
-    world = World(budgets(s3=100))
-    assert world.adopt("s3", header([1]), idle_s=5, nbytes=100) == ()
-    for number, idle_s, nbytes in ((2, 50, 100), (3, 5, 101)):
-        assert world.adopt("s3", header([number]), idle_s=idle_s, nbytes=nbytes) == ()
-        assert world.catalog.copies(header([number]).address) == ()
-    assert world.catalog.usage("s3").bytes_accounted == 100
-    world.catalog.check_integrity()
-    shared = header([4])
-    world.store("nvme", shared)
-    scanned = Scanned(shared, 101, 0.0)
-    (eviction,) = world.catalog.adopt("s3", scanned, 0.0, is_cleared=True)
-    assert eviction.reason == "room", "what an erasure is about goes"
-    brief = header([5], placement=Placement(ttl_s=100.0))
-    assert world.adopt("s3", brief, idle_s=50, nbytes=101) == ()
-    (eviction,) = world.adopt("s3", brief, idle_s=101, nbytes=101)
-    assert eviction.reason == "room", "and what no node has used for its time"
+    world.catalog.dropped(eviction)
+    assert world.catalog.usage("s3").bytes_accounted == 0
 
 
 def test_a_scan_that_meets_a_write_leaves_it_alone() -> None:

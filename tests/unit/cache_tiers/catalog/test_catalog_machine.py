@@ -295,9 +295,6 @@ class CatalogMachine(RuleBasedStateMachine):
         if is_known:
             assert evictions == ()
             return
-        if not evictions and tier not in self.catalog.copies(of.address):
-            assert tier == "s3", "no place for it, and other nodes may use it"
-            return
         self.real[slot] = nbytes
         self.held[slot] = nbytes
         self.evicted(evictions, may_be_pinned=False)
