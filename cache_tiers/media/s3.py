@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -33,21 +33,15 @@ from samovar.cache_tiers.blocks import (
     Clear,
     ForeignRecord,
     Record,
+    TenantRows,
     TierError,
     TierFull,
     TierMiss,
     TierName,
+    session_of,
 )
 from samovar.cache_tiers.media.guard import CallExecutor
-from samovar.cache_tiers.media.s3_client import (
-    SLACK_S,
-    Listed,
-    Pages,
-    S3Clears,
-    S3Error,
-    S3Keys,
-    S3Objects,
-)
+from samovar.cache_tiers.media.s3_client import SESSIONS_MAX, Listed, S3Error, S3Keys, S3Objects
 from samovar.cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
 from samovar.configs.sections import S3TierSettings
 
@@ -219,6 +213,7 @@ SCAN_FAILURES_MAX = 3
 
 DELETES_PER_PROBE = 64
 PROBE_BYTES = 64
+Pages = Callable[[str], Iterator[Listed]]
 PROBE_OLD_S = 600.0
 """A probe's object that is older is what a failed probe has left. Where clocks differ, one may be deleted
 while it is read back: that probe fails, and is tried again."""
@@ -669,3 +664,158 @@ class S3Tier(Tier):
 
 def _nobody_listens(_clears: Sequence[Clear]) -> None:
     """Ignore marks; the default of `on_marks`."""
+
+
+MARK = b"cleared\n"
+SLACK_S = 1.0
+"""Clock slack: servers report whole seconds and many servers serve one bucket.
+
+What is newer than a mark by less than this counts as older.
+"""
+
+LOOKS_MAX = 32
+"""Maximum number of remembered looks, which bound the age of marks from below."""
+
+
+class S3Clears:
+    """Marks what was cleared in the bucket itself, so that no node's later listing takes it in.
+
+    A mark is a small object with its own key (`S3Keys`). What is older than it, by the bucket's own clock,
+    was cleared; what is newer was put there afterwards. So nodes need not agree on the time, nor outlive each
+    other. A mark is deleted when a whole listing has been judged by it, some time after it was put.
+
+    Of one bucket prefix. `pages`: lists a key prefix. `clock`: monotonic seconds.
+
+    `mark` is thread-safe; one thread at a time may `look`.
+    """
+
+    def __init__(
+        self,
+        objects: S3Objects,
+        keys: S3Keys,
+        pages: Pages,
+        settings: S3TierSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._objects = objects
+        self._keys = keys
+        self._pages = pages
+        self._settings = settings
+        self._clock = clock
+        self._sessions: TenantRows[float] = TenantRows(settings.clears_max)
+        self._whole: dict[bytes, float] = {}
+        self._wanted: dict[bytes, None] = {}  # tenants of `whole` that were cleared explicitly
+        self._own: dict[bytes, float] = {}  # whole tenants marked here and not asked for since
+        self._oldest_unix_s = float("inf")
+        self._looks: deque[tuple[float, float]] = deque()  # when, and the time of the newest mark then
+
+    def mark(self, clears: Sequence[Clear], deadline: Deadline) -> None:
+        """Put marks for `clears`, all of one tenant, and read them back. Raises `TierError`."""
+        sessions = [clear.session for clear in clears]
+        for at in range(0, len(sessions), SESSIONS_MAX):
+            key = self._keys.mark(clears[0].tenant, sessions[at : at + SESSIONS_MAX], secrets.token_hex(8))
+            self._put(key, deadline)
+            if None in sessions:
+                self._own[clears[0].tenant] = self._objects.put_at(key, deadline)
+
+    def look(self) -> list[Clear]:
+        """List the marks and return what they clear. Raises `TierError`."""
+        sessions: TenantRows[float] = TenantRows(self._settings.clears_max)
+        whole: dict[bytes, float] = {}
+        crowded: dict[bytes, float] = {}
+        oldest_unix_s, newest_unix_s = float("inf"), -float("inf")
+        now_s = self._clock()
+        for item in self._pages(self._keys.clears):
+            at_unix_s = item.modified_unix_s
+            for clear in self._keys.parse_mark(item.key):
+                oldest_unix_s, newest_unix_s = min(oldest_unix_s, at_unix_s), max(newest_unix_s, at_unix_s)
+                if clear.session is None:
+                    whole[clear.tenant] = max(whole.get(clear.tenant, at_unix_s), at_unix_s)
+                    continue
+                before = sessions.get(clear.tenant, clear.session)
+                lost = sessions.put(clear.tenant, clear.session, max(before or at_unix_s, at_unix_s))
+                if lost is not None:  # too many: clear the largest tenant as a whole
+                    crowded[lost[0]] = max(crowded.get(lost[0], lost[1]), lost[1])
+        self._wanted = dict.fromkeys(whole)
+        for tenant, at_unix_s in crowded.items():
+            whole[tenant] = max(whole.get(tenant, at_unix_s), at_unix_s)
+        self._sessions, self._whole, self._oldest_unix_s = sessions, whole, oldest_unix_s
+        self._looked(now_s, newest_unix_s)
+        clears = [Clear(tenant) for tenant in self._wanted]
+        return clears + [
+            Clear(tenant, session) for tenant in sessions.tenants() for session in sessions.names(tenant)
+        ]
+
+    @property
+    def whole(self) -> dict[bytes, float]:
+        """Return the tenants cleared as a whole, as of the last look, and when."""
+        return dict(self._whole)
+
+    def whole_at(self, tenant: bytes) -> float | None:
+        """Return when a tenant was last cleared as a whole: as just marked here, else as the bucket lists it.
+
+        A listing may not show the newest mark yet. Raises `TierError`.
+        """
+        if (own_unix_s := self._own.pop(tenant, None)) is not None:
+            return own_unix_s
+        return self._newest(self._pages(self._keys.clears_of(tenant)), {Clear(tenant)})
+
+    def is_marked(self, tenant: bytes, session: bytes, put_unix_s: float, marks: Iterable[Listed]) -> bool:
+        """Return whether what was put then is cleared. `marks`: the tenant's, as they are listed."""
+        at_unix_s = self._newest(marks, {Clear(tenant), Clear(tenant, session)})
+        return at_unix_s is not None and put_unix_s <= at_unix_s + SLACK_S
+
+    def _newest(self, marks: Iterable[Listed], clears: set[Clear]) -> float | None:
+        """Return when the newest of the marks was put that mark one of `clears`."""
+        fitting = (item for item in marks if not clears.isdisjoint(self._keys.parse_mark(item.key)))
+        return max((item.modified_unix_s for item in fitting), default=None)
+
+    def latest(self, tenant: bytes) -> float:
+        """Return when, as of the last look, the tenant or a session of it was last cleared; -inf: never."""
+        return max((*self._sessions.values(tenant), self._whole.get(tenant, -float("inf"))))
+
+    def is_cleared(self, tenant: bytes, session: bytes | None, put_unix_s: float) -> bool:
+        """Return whether it is cleared as of the last look; `session` None: the tenant as a whole."""
+        times = [self._whole.get(tenant)]
+        if session is not None:
+            times.append(self._sessions.get(tenant, session_of(session)))
+        return any(at_unix_s is not None and put_unix_s <= at_unix_s + SLACK_S for at_unix_s in times)
+
+    def settle(self, unsettled: Collection[bytes]) -> int:
+        """Delete old marks and return how many. Raises `TierError`.
+
+        Precondition: the last look has judged everything except the tenants in `unsettled`.
+        """
+        before_unix_s = self._old_unix_s()
+        if self._oldest_unix_s > before_unix_s:
+            return 0
+        gone = 0
+        for item in self._pages(self._keys.clears):
+            clears = self._keys.parse_mark(item.key)
+            if clears and item.modified_unix_s <= before_unix_s and clears[0].tenant not in unsettled:
+                self._objects.delete(item.key, self._objects.deadline())
+                gone += 1
+        return gone
+
+    def _looked(self, now_s: float, newest_unix_s: float) -> None:
+        """Remember this look: marks as old as its newest one are from before now."""
+        keep_s = self._settings.clears_retention_s
+        while len(self._looks) > 1 and self._looks[1][0] <= now_s - keep_s:
+            self._looks.popleft()
+        if not self._looks or now_s - self._looks[-1][0] >= keep_s / LOOKS_MAX:
+            self._looks.append((now_s, newest_unix_s))
+
+    def _old_unix_s(self) -> float:
+        """Return the time up to which marks were seen `clears_retention_s` ago."""
+        now_s = self._clock()
+        seen = [newest for at_s, newest in self._looks if now_s - at_s >= self._settings.clears_retention_s]
+        return max(seen, default=-float("inf"))
+
+    def _put(self, key: str, deadline: Deadline) -> None:
+        self._objects.put(key, MARK, deadline, only_new=False)
+        try:
+            found, total = self._objects.get(key, 0, len(MARK), deadline)
+        except (TierMiss, BadRecord) as error:
+            raise TierError(f"mark: not there: {error}") from None
+        if total != len(MARK) or not np.array_equal(found, np.frombuffer(MARK, dtype=np.uint8)):
+            raise TierError("mark: other bytes were read back")

@@ -17,8 +17,8 @@ from samovar.cache_tiers.blocks.extent import Address, Clear, Placement
 from samovar.cache_tiers.blocks.record import Record, TierError, TierFull
 from samovar.cache_tiers.media.guard import TierDown
 from samovar.cache_tiers.media.memory import HeapTier
-from samovar.cache_tiers.media.s3 import S3Tier
-from samovar.cache_tiers.media.s3_client import S3Clears, S3Keys
+from samovar.cache_tiers.media.s3 import S3Clears, S3Tier
+from samovar.cache_tiers.media.s3_client import S3Keys
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.node.build import build_tiers
 from samovar.cache_tiers.node.manager import NodeIdentity, NodePorts, TierNode

@@ -30,7 +30,8 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a li
 
 import numpy as np
 
-from samovar.cache_tiers.media.s3_client import S3Clears, S3Keys
+from samovar.cache_tiers.media.s3 import S3Clears
+from samovar.cache_tiers.media.s3_client import S3Keys
 from samovar.cache_tiers.node import TierNode
 from samovar.router.routing import SessionDirectory, load_tracker
 from tests.support.inside import state_of
