@@ -508,9 +508,9 @@ class _SimpleRoutes:
         _, states, unsynced = directory.counts()
         text, ingresses = _metrics_text(self._service, states, unsynced), self._service.ingresses
         if ingresses is not None:
-            # Its own, too, where it could ask none: without the label they would be other series.
-            own = _metrics_text(self._service, {}, unsynced, own=True)
-            parts = {load_tracker.BOOK.ingress: own} | await ingresses.metrics()
+            parts, name = await ingresses.metrics(), load_tracker.BOOK.ingress
+            if name not in parts:  # it could ask none: without the label its own would be other series
+                parts[name] = _metrics_text(self._service, {}, unsynced, own=True)
             text = await asyncio.to_thread(merged, text, parts)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
