@@ -104,11 +104,7 @@ def read_by_proxies(settings: Settings) -> dict[str, object]:
     """Return, by setting, what a proxy knows from its environment: it is read once, when the proxy starts."""
     limits = {f"limits.{name}": getattr(settings.limits, name) for name in LIMIT_FIELDS}
     telemetry = {f"telemetry.{name}": getattr(settings.telemetry, name) for name in TELEMETRY_FIELDS}
-    others = {
-        "ingress.repeat_bytes_max": settings.ingress.repeat_bytes_max,
-        "engine.coalesce_ms": settings.engine.coalesce_ms,
-    }
-    return limits | telemetry | others
+    return limits | telemetry | {"ingress.repeat_bytes_max": settings.ingress.repeat_bytes_max}
 
 
 def _telemetry_environment(settings: TelemetrySettings) -> dict[str, str]:
