@@ -87,7 +87,7 @@ def test_a_proxy_is_told_nothing_that_an_update_might_change() -> None:
     """Each variable of its environment is a setting that `read_by_proxies` names."""
     told = proxy_environment(settings(telemetry={"otlp_endpoint": "http://127.0.0.1:4318"}))
     named = {name.rpartition(".")[2] for name in read_by_proxies(settings())} | set(LinkSettings.model_fields)
-    named |= {"wait_ms", "callback_import_path"}  # engine.coalesce_ms is a constant; and what installs the guard
+    named |= {"wait_ms", "callback_import_path"}  # a constant; and what installs the guard
     left = [name for name in told if not any(name.lower().endswith(one) for one in named)]
     assert left == [], "an update is to refuse these"
 
